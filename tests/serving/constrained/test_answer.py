@@ -77,10 +77,10 @@ def test_an_answer_keeps_to_a_schema_in_bounded_white_space():
             '{"kind": "cat"}': '{"',
             '{"name": "a", "kind": "dog"}': '{"name": "a", "kind": "',
             '{"name": "a"': '{"name": "a"',
-            '{"name": "a"}': '{"name": "a"',
-            '{"name": "a", "kind": 3, "friends": [{"of": "x"': '{"name": "a", "kind": 3, "friends": [{"of": ',
+            '{"name": "a"}': '{"name": "a',
+            '{"name": "a", "kind": 3, "friends": [{"of": "x"': '{"name": "a", "kind": 3, "friends": [{"of":',
             '{"name":\n\n"a"': '{"name":',
-            "{" + " " * 9: "{",
+            "{" + " " * 9: "{ ",
         },
     )
 

@@ -1,0 +1,150 @@
+"""The grammar that a request carries to its workers, compiled here once before any of them hears of it.
+
+So that a worker never meets one that cannot be served, and its client is told why by the field at fault. Compiling may
+take seconds and is done in a thread; of a grammar that was found good its hash is kept, and nobody waits for it again.
+
+Tools alone ask for no grammar: they get one, so that calls are well formed, where the model can have it. A form, a
+schema to keep to and a call that must be made ask for it, and are refused where there can be none.
+"""
+
+import hashlib
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from typing import final
+
+from moonshard.models.folder.generation import GenerationDefaults
+from moonshard.models.tokenizers.tokenizer import Tokenizer
+from moonshard.rpc.status import InvalidArgument
+from moonshard.serving.constrained.answer import Calls, answer_grammar, call_grammar, part_grammar
+from moonshard.serving.constrained.grammars import GrammarError, Grammars
+from moonshard.serving.constrained.parts import Part
+from moonshard.serving.constrained.schemas import place_of
+from moonshard.serving.gateway.aside import Aside
+from moonshard.serving.gateway.pipeline.choice import Opening
+from moonshard.serving.gateway.request import GenerationRequest, ToolUse
+
+MAX_GOOD = 1 << 12  # hashes
+MAX_BLAMED = 16  # parts that are looked at for a fault
+_HASH_BYTES = 16
+
+
+def grammar_of(request: GenerationRequest, opening: Opening, tokenizer: Tokenizer | None) -> str:
+    """What the answer keeps to; empty for nothing."""
+    use = request.tool_use
+    if tokenizer is None or (use is None and request.form is None):
+        return ""
+    specials = tokenizer.special_tokens
+    if use is not None and use.forced is not None:
+        return call_grammar(use.arguments.get(use.forced), specials)
+    return answer_grammar(request.form, _calls(use), opening.start, specials)
+
+
+@final
+class AnswerGrammars:
+    """The grammars of the served model. Runs on the event loop."""
+
+    def __init__(self, tokenizer: Tokenizer | None, defaults: GenerationDefaults):
+        self._tokenizer = tokenizer
+        self._end_ids = defaults.stop_token_ids
+        self._grammars: Grammars | None = None
+        self._vocab_size = 0
+        self._good: OrderedDict[bytes, None] = OrderedDict()
+        self._thread = Aside(name="grammars", max_inline_size=0)
+
+    async def checked(self, request: GenerationRequest, grammar: str, vocab_size: int) -> str:
+        """The grammar, once it is known to compile; empty where it was not asked for and cannot be had.
+
+        InvalidArgument where it was asked for, by the field that did.
+        """
+        if not grammar and request.form is None:
+            return ""
+        asker = _asker(request)
+        if (grammars := self._of(vocab_size)) is None or request.ignore_eos:
+            if asker is None:
+                return ""
+            raise _unserved(request, asker)
+        name = hashlib.blake2b(grammar.encode(), digest_size=_HASH_BYTES).digest()
+        if name in self._good:
+            self._good.move_to_end(name)
+            return grammar
+        try:
+            await self._thread.run(1, _compile, grammars, grammar)
+        except GrammarError as error:
+            if asker is None:
+                return ""
+            raise await self._thread.run(1, _blamed, grammars, _parts(request), error, asker) from error
+        self._good[name] = None
+        while len(self._good) > MAX_GOOD:
+            self._good.popitem(last=False)
+        return grammar
+
+    def _of(self, vocab_size: int) -> Grammars | None:
+        """None where the model has no tokenizer, or no token to end an answer with."""
+        end_ids = [token_id for token_id in self._end_ids if token_id < vocab_size]
+        if self._tokenizer is None or not end_ids:
+            return None
+        if self._grammars is None or self._vocab_size != vocab_size:
+            self._grammars, self._vocab_size = Grammars(self._tokenizer, end_ids, vocab_size), vocab_size
+            self._good.clear()
+        return self._grammars
+
+
+def _calls(use: ToolUse | None) -> Calls | None:
+    if use is None:
+        return None
+    return Calls(
+        functions=use.functions,
+        arguments=use.arguments,
+        is_required=use.is_required,
+        is_single=use.max_calls == 1,
+    )
+
+
+def _parts(request: GenerationRequest) -> Sequence[Part]:
+    """What the client wrote, of all that the answer's grammar is made of."""
+    forms = () if request.form is None else (request.form,)
+    use = request.tool_use
+    if use is None:
+        return forms
+    if use.forced is not None:
+        return tuple(part for name, part in use.arguments.items() if name == use.forced)
+    return (*forms, *use.arguments.values())
+
+
+def _asker(request: GenerationRequest) -> str | None:
+    """The client's field that asks for a grammar; None where none does."""
+    if parts := _parts(request):
+        return parts[0].field
+    return "tool_choice" if request.tool_use is not None and request.tool_use.is_required else None
+
+
+def _unserved(request: GenerationRequest, asker: str) -> InvalidArgument:
+    if request.ignore_eos:
+        return request.invalid("ignore_eos", f"with {asker} the answer ends where it is complete")
+    return request.invalid(asker, "the model has no tokenizer, or its folder names no token that ends an answer")
+
+
+def _compile(grammars: Grammars, grammar: str) -> None:
+    if not any(grammars.matcher(grammar).compute_bitmask()):
+        raise GrammarError("nothing keeps to it")
+
+
+def _blamed(grammars: Grammars, parts: Sequence[Part], error: GrammarError, asker: str) -> InvalidArgument:
+    """The error of the part that is at fault; where each of them could be served, of all together."""
+    for part, fault in _faults(grammars, parts[:MAX_BLAMED], error):
+        schema = part.schema
+        place = None if schema is None else place_of(schema, str(fault))
+        where = "" if place is None else f", at {place}"
+        return InvalidArgument(f"{part.field}: {fault}{where}", field=part.field)
+    return InvalidArgument(f"{asker}: with what else is asked of the answer, {error}", field=asker)
+
+
+def _faults(grammars: Grammars, parts: Sequence[Part], error: GrammarError) -> Iterable[tuple[Part, GrammarError]]:
+    if len(parts) == 1:
+        yield parts[0], error
+        return
+    for part in parts:
+        try:
+            _compile(grammars, part_grammar(part))
+        except GrammarError as fault:
+            yield part, fault
