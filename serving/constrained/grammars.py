@@ -8,8 +8,8 @@ answer may stop, each of them may be drawn.
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Collection, Iterable
-from typing import final
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any, final
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
@@ -21,7 +21,7 @@ MAX_KEPT = 256  # grammars
 MAX_KEPT_CHARS = 1 << 22  # of all texts that are kept
 MAX_MESSAGE_CHARS = 500
 # A tenth of llguidance's own for the lexer and for all rules: with these a mask took 17 s for `(a{1000}){1000}`.
-LIMITS = {"initial_lexer_fuel": 200_000, "step_lexer_fuel": 100_000, "max_grammar_size": 100_000}
+LIMITS: Mapping[str, Any] = {"initial_lexer_fuel": 200_000, "step_lexer_fuel": 100_000, "max_grammar_size": 100_000}
 
 
 class GrammarError(ValueError):
@@ -120,6 +120,7 @@ class _Tokens:
 
 
 def _shortened(message: str) -> str:
-    """Without the excerpts of the grammar that follow a line with the cause."""
-    line = message.strip().partition("\n")[0]
-    return line[:MAX_MESSAGE_CHARS]
+    """The cause, without the grammar's excerpts around it and without a list of all that would have been known."""
+    first, *others = message.strip().splitlines() or [""]
+    cause = next((line for line in others if line.startswith("error: ")), "")
+    return f"{first.partition('; following')[0]} {cause}".strip()[:MAX_MESSAGE_CHARS]

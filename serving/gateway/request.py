@@ -133,13 +133,19 @@ class GenerationRequest:
 
     def invalid(self, name: str, problem: str) -> InvalidArgument:
         """The error for one parameter, under the name the client knows it by."""
-        spelt = self.spelling.get(name, name)
+        spelt = self._spelt(name)
         return InvalidArgument(f"{spelt}: {problem}", field=spelt)
 
     def too_long(self, name: str, context_tokens: int, excess: str) -> ContextLengthExceeded:
         """The same for one that the context has no room for. `{}` in `excess` is its name."""
-        spelt = self.spelling.get(name, name)
+        spelt = self._spelt(name)
         return ContextLengthExceeded.of(context_tokens, excess.format(spelt), field=spelt)
+
+    def _spelt(self, name: str) -> str:
+        """As the client knows it: the name, or the longest of those that it stands within."""
+        known = [each for each in self.spelling if name == each or name.startswith((f"{each}.", f"{each}["))]
+        within = max(known, key=len, default="")
+        return self.spelling[within] + name.removeprefix(within) if within else name
 
 
 _RANGES = {

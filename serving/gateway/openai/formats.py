@@ -10,6 +10,7 @@ from moonshard.rpc.status import InvalidArgument
 from moonshard.serving.constrained.parts import Part
 from moonshard.serving.gateway.forms import read_form
 from moonshard.serving.gateway.openai.body import ABSENT, is_nothing
+from moonshard.serving.gateway.openai.sampling import SamplingBody
 from moonshard.serving.gateway.quoted import quoted
 
 type Schema = dict[str, object]
@@ -64,7 +65,7 @@ class StructuredOutputs(msgspec.Struct, kw_only=True):
     disable_additional_properties: msgspec.Raw = ABSENT
 
 
-class FormBody(msgspec.Struct, kw_only=True):
+class FormBody(SamplingBody, kw_only=True):
     """What a body may say of the form."""
 
     response_format: ResponseFormat | None = None

@@ -17,6 +17,7 @@ from moonshard.serving.gateway.forms import not_together
 from moonshard.serving.gateway.openai.body import ABSENT, is_nothing, whole, whole_list
 from moonshard.serving.gateway.openai.formats import FormBody, asked_form
 from moonshard.serving.gateway.openai.messages import Message, chat_messages, goes_on
+from moonshard.serving.gateway.openai.sampling import Number
 from moonshard.serving.gateway.openai.thinking import ThinkingBody, asked_thinking
 from moonshard.serving.gateway.openai.tools import Tool, offer
 from moonshard.serving.gateway.request import ChatPrompt, GenerationRequest, TextPrompt, TokenPrompt, ToolUse
@@ -80,8 +81,6 @@ INTEGERS = (
 _CHAT_SPELLING: Mapping[str, str] = {"prompt": "messages", "template_kwargs": "chat_template_kwargs"}
 COMPLETION_TOKENS = 16  # OpenAI's default for completions, where the context has room for them
 
-type Number = int | float
-
 
 class StreamOptions(msgspec.Struct, kw_only=True):
     include_usage: bool | None = None
@@ -92,15 +91,7 @@ class StreamOptions(msgspec.Struct, kw_only=True):
 NO_STREAM_OPTIONS = StreamOptions()
 
 
-SamplingBody = msgspec.defstruct(
-    "SamplingBody",
-    [(each.name, (Number if each.is_integer else float) | None, None) for each in PARAMETERS],
-    bases=(FormBody,),
-    kw_only=True,
-)
-
-
-class GenerationBody(SamplingBody, kw_only=True):
+class GenerationBody(FormBody, kw_only=True):
     """What both completion routes take beside the table's sampling parameters and the answer's form."""
 
     model: str | None = None

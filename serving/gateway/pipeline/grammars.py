@@ -72,7 +72,7 @@ class AnswerGrammars:
         except GrammarError as error:
             if asker is None:
                 return ""
-            raise await self._thread.run(1, _blamed, grammars, _parts(request), error, asker) from error
+            raise await self._thread.run(1, _blamed, grammars, request, error, asker) from error
         self._good[name] = None
         while len(self._good) > MAX_GOOD:
             self._good.popitem(last=False)
@@ -129,14 +129,14 @@ def _compile(grammars: Grammars, grammar: str) -> None:
         raise GrammarError("nothing keeps to it")
 
 
-def _blamed(grammars: Grammars, parts: Sequence[Part], error: GrammarError, asker: str) -> InvalidArgument:
+def _blamed(grammars: Grammars, request: GenerationRequest, error: GrammarError, asker: str) -> InvalidArgument:
     """The error of the part that is at fault; where each of them could be served, of all together."""
-    for part, fault in _faults(grammars, parts[:MAX_BLAMED], error):
+    for part, fault in _faults(grammars, _parts(request)[:MAX_BLAMED], error):
         schema = part.schema
         place = None if schema is None else place_of(schema, str(fault))
         where = "" if place is None else f", at {place}"
-        return InvalidArgument(f"{part.field}: {fault}{where}", field=part.field)
-    return InvalidArgument(f"{asker}: with what else is asked of the answer, {error}", field=asker)
+        return request.invalid(part.field, f"{fault}{where}")
+    return request.invalid(asker, f"with what else is asked of the answer, {error}")
 
 
 def _faults(grammars: Grammars, parts: Sequence[Part], error: GrammarError) -> Iterable[tuple[Part, GrammarError]]:
