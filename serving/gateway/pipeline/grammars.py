@@ -21,7 +21,7 @@ from moonshard.serving.constrained.parts import Part
 from moonshard.serving.constrained.schemas import place_of
 from moonshard.serving.gateway.aside import Aside
 from moonshard.serving.gateway.pipeline.choice import Opening
-from moonshard.serving.gateway.request import GenerationRequest, ToolUse
+from moonshard.serving.gateway.request import ChatPrompt, GenerationRequest, ToolUse
 
 MAX_GOOD = 1 << 12  # hashes
 MAX_BLAMED = 16  # parts that are looked at for a fault
@@ -58,6 +58,7 @@ class AnswerGrammars:
         """
         if not grammar and request.form is None:
             return ""
+        _check_whole(request)
         asker = _asker(request)
         if (grammars := self._of(vocab_size)) is None or request.ignore_eos:
             if asker is None:
@@ -116,6 +117,12 @@ def _asker(request: GenerationRequest) -> str | None:
     if parts := _parts(request):
         return parts[0].field
     return "tool_choice" if request.tool_use is not None and request.tool_use.is_required else None
+
+
+def _check_whole(request: GenerationRequest) -> None:
+    """A form is of a whole answer, and not of the rest of a message."""
+    if request.form is not None and isinstance(request.prompt, ChatPrompt) and request.prompt.is_continued:
+        raise request.invalid(request.form.field, "an answer that goes on with a partial message cannot keep to it")
 
 
 def _unserved(request: GenerationRequest, asker: str) -> InvalidArgument:
