@@ -20,6 +20,7 @@ MAX_COMPILE_S = 2.0  # of processor time, the first mask included: what takes lo
 MAX_KEPT = 256  # grammars
 MAX_KEPT_CHARS = 1 << 22  # of all texts that are kept
 MAX_MESSAGE_CHARS = 500
+NOTHING_FOLLOWS = "NoExtensionBias"  # the library's word for it
 # A tenth of llguidance's own for the lexer and for all rules: with these a mask took 17 s for `(a{1000}){1000}`.
 LIMITS: Mapping[str, Any] = {"initial_lexer_fuel": 200_000, "step_lexer_fuel": 100_000, "max_grammar_size": 100_000}
 
@@ -82,11 +83,10 @@ class Grammars:
             self._vocabulary = _vocabulary(self._tokenizer, self._end_ids, self._vocab_size)
         begun_s = time.thread_time()
         matcher = LLMatcher(self._vocabulary, grammar, log_level=0, limits=LLParserLimits(**LIMITS))
-        if not matcher.is_error():
-            matcher.deep_copy().compute_bitmask()
+        fault = _fault(matcher)
         taken_s = time.thread_time() - begun_s
-        if matcher.is_error():
-            return GrammarError(_shortened(matcher.get_error()))
+        if fault:
+            return GrammarError(_shortened(fault))
         if taken_s > MAX_COMPILE_S:
             return GrammarError(f"it is too complex: to compile it took {taken_s:.1f} s, at most {MAX_COMPILE_S:g} may")
         return matcher
@@ -119,8 +119,21 @@ class _Tokens:
         return self._tokenizer.encode(text if isinstance(text, str) else text.decode("utf-8", "replace"))
 
 
+def _fault(matcher: LLMatcher) -> str:
+    """What is wrong with it, or with its first mask; empty for nothing. A mask that takes too much is still given: the
+    next one of any copy is the error.
+    """
+    for probe in () if matcher.is_error() else (matcher.deep_copy(), matcher.deep_copy()):
+        probe.compute_bitmask()
+        if probe.is_error():
+            return probe.get_error()
+    return matcher.get_error() if matcher.is_error() else ""
+
+
 def _shortened(message: str) -> str:
     """The cause, without the grammar's excerpts around it and without a list of all that would have been known."""
+    if message.startswith(NOTHING_FOLLOWS):
+        return "nothing keeps to it"
     first, *others = message.strip().splitlines() or [""]
     cause = next((line for line in others if line.startswith("error: ")), "")
     return f"{first.partition('; following')[0]} {cause}".strip()[:MAX_MESSAGE_CHARS]

@@ -118,5 +118,7 @@ def _translated(grammar: str, field: str) -> str:
         return gbnf_to_lark(grammar)
     except RecursionError:
         raise PartError(field, "it is nested too deeply") from None
-    except Exception as error:  # it raises Exception itself, and IndexError at an unfinished escape
+    except IndexError:
+        raise PartError(field, "it ends within an escape") from None
+    except Exception as error:  # the library raises no other class of its own
         raise PartError(field, str(error)[:_MAX_WORDS_CHARS]) from error

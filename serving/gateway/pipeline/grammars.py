@@ -8,8 +8,9 @@ schema to keep to and a call that must be made ask for it, and are refused where
 """
 
 import hashlib
+import time
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import final
 
 from moonshard.models.folder.generation import GenerationDefaults
@@ -24,7 +25,7 @@ from moonshard.serving.gateway.pipeline.choice import Opening
 from moonshard.serving.gateway.request import ChatPrompt, GenerationRequest, ToolUse
 
 MAX_GOOD = 1 << 12  # hashes
-MAX_BLAMED = 16  # parts that are looked at for a fault
+MAX_CHECK_S = 4.0  # of processor time, of one request's parts together
 _HASH_BYTES = 16
 
 
@@ -69,11 +70,11 @@ class AnswerGrammars:
             self._good.move_to_end(name)
             return grammar
         try:
-            await self._thread.run(1, _compile, grammars, grammar)
-        except GrammarError as error:
+            await self._thread.run(1, _check, grammars, grammar, _parts(request))
+        except _Fault as fault:
             if asker is None:
                 return ""
-            raise await self._thread.run(1, _blamed, grammars, request, error, asker) from error
+            raise request.invalid(asker if fault.part is None else fault.part.field, str(fault)) from fault
         self._good[name] = None
         while len(self._good) > MAX_GOOD:
             self._good.popitem(last=False)
@@ -131,27 +132,28 @@ def _unserved(request: GenerationRequest, asker: str) -> InvalidArgument:
     return request.invalid(asker, "the model has no tokenizer, or its folder names no token that ends an answer")
 
 
-def _compile(grammars: Grammars, grammar: str) -> None:
-    if not any(grammars.matcher(grammar).compute_bitmask()):
-        raise GrammarError("nothing keeps to it")
+class _Fault(Exception):
+    """Why a grammar is not served; `part` is None where that is no single part's fault."""
+
+    def __init__(self, part: Part | None, words: str):
+        super().__init__(words)
+        self.part = part
 
 
-def _blamed(grammars: Grammars, request: GenerationRequest, error: GrammarError, asker: str) -> InvalidArgument:
-    """The error of the part that is at fault; where each of them could be served, of all together."""
-    for part, fault in _faults(grammars, _parts(request)[:MAX_BLAMED], error):
-        schema = part.schema
-        place = None if schema is None else place_of(schema, str(fault))
-        where = "" if place is None else f", at {place}"
-        return request.invalid(part.field, f"{fault}{where}")
-    return request.invalid(asker, f"with what else is asked of the answer, {error}")
-
-
-def _faults(grammars: Grammars, parts: Sequence[Part], error: GrammarError) -> Iterable[tuple[Part, GrammarError]]:
-    if len(parts) == 1:
-        yield parts[0], error
-        return
+def _check(grammars: Grammars, grammar: str, parts: Sequence[Part]) -> None:
+    """Raises _Fault. Each part by itself too, up to a first token: a thought may come before it in the answer."""
+    begun_s = time.thread_time()
     for part in parts:
-        try:
-            _compile(grammars, part_grammar(part))
-        except GrammarError as fault:
-            yield part, fault
+        _compile(grammars, part_grammar(part), part)
+        if time.thread_time() - begun_s > MAX_CHECK_S:
+            raise _Fault(None, f"it is too complex: to check all of it takes over {MAX_CHECK_S:g} s")
+    _compile(grammars, grammar, None)
+
+
+def _compile(grammars: Grammars, grammar: str, part: Part | None) -> None:
+    try:
+        grammars.matcher(grammar)
+    except GrammarError as error:
+        schema = None if part is None else part.schema
+        place = None if schema is None else place_of(schema, str(error))
+        raise _Fault(part, str(error) if place is None else f"{error}, at {place}") from error

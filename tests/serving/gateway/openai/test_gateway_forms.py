@@ -3,6 +3,7 @@
 import asyncio
 import json
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 
 from moonshard.models.tokenizers.tokenizer import load_tokenizer
 from moonshard.serving.constrained.grammars import Grammars
+from moonshard.serving.constrained.parts import Part
 from moonshard.serving.gateway.pipeline import grammars as pipeline
 from tests.serving.gateway.conftest import FIXTURE, with_file
 from tests.serving.gateway.fake_worker import VOCAB_SIZE, FakeWorker
@@ -54,7 +56,7 @@ ENDLESS = {
     "$defs": {"a": {"type": "object", "properties": {"b": {"$ref": "#"}}, "required": ["b"]}},
 }
 DEEP: dict[str, Any] = {}
-for _ in range(60):
+for _ in range(120):
     DEEP = {"type": "array", "items": DEEP}
 SCHEMA = "response_format.json_schema.schema"
 
@@ -89,14 +91,15 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"structured_outputs": {"choice": [1]}}, "structured_outputs.choice[0]", "str"),
     ({"guided_regex": "(a"}, "guided_regex", "unclosed group"),
     ({"guided_regex": r"\bx"}, "guided_regex", "lookarounds"),
-    ({"guided_regex": "(a{1000}){1000}"}, "guided_regex", ""),
+    ({"guided_regex": "(a{1000}){1000}"}, "guided_regex", "too many expressions"),
+    ({"guided_regex": "(a{1000}){1000}", "reasoning_effort": "high"}, "guided_regex", "too many expressions"),
     ({"guided_json": [1]}, "guided_json", "array"),
     ({"guided_grammar": "hello"}, "guided_grammar", "neither Lark"),
     ({"guided_grammar": "start: <nope>"}, "guided_grammar", "unknown special token"),
     ({"guided_grammar": "start: start"}, "guided_grammar", "nothing keeps to it"),
     ({"guided_grammar": 'foo: "a"'}, "guided_grammar", "neither Lark"),
     ({"guided_grammar": 'start: "a" b'}, "guided_grammar", "b"),
-    ({"grammar": 'root ::= "\\'}, "grammar", ""),
+    ({"grammar": 'root ::= "\\'}, "grammar", "escape"),
     ({"grammar": "root ::= " + "(" * 2_000}, "grammar", "nested too deeply"),
     ({"grammar": 'root ::= "a"\n' + 'x ::= "a"\n' * 600}, "grammar", "512 rules"),
     ({"guided_json": CITY, "guided_regex": "a"}, "guided_regex", "guided_json"),
@@ -238,20 +241,21 @@ async def test_equal_requests_share_a_grammar_that_is_compiled_once(
         for tools in ([*TOOLS, STRICT], [STRICT, *TOOLS]):
             await chat(http, messages=messages, tools=tools, max_tokens=1)
     assert len({run.grammar for run in worker.runs}) == 1
-    assert len(compiled) == 1
+    assert compiled.count(worker.runs[0].grammar) == 1
+    assert len(compiled) == 2  # and the strict tool's arguments by themselves
 
 
 async def test_what_takes_long_to_compile_delays_nobody_else(
     http: httpx.AsyncClient, worker: FakeWorker, monkeypatch: pytest.MonkeyPatch
 ):
-    may_go_on, compile_it = threading.Event(), pipeline._compile
+    may_go_on, check = threading.Event(), pipeline._check
 
-    def slowly(grammars: Grammars, grammar: str) -> None:
+    def slowly(grammars: Grammars, grammar: str, parts: Sequence[Part]) -> None:
         may_go_on.wait(30)
-        compile_it(grammars, grammar)
+        check(grammars, grammar, parts)
 
     assert (await chat(http, **of_schema(CITY), max_tokens=1)).status_code == 200
-    monkeypatch.setattr(pipeline, "_compile", slowly)
+    monkeypatch.setattr(pipeline, "_check", slowly)
     slow = asyncio.create_task(chat(http, guided_regex="a", max_tokens=1))
     for asked in ({}, of_schema(CITY)):  # none, and one that is known
         assert (await chat(http, **asked, max_tokens=1)).status_code == 200
