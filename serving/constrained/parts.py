@@ -8,6 +8,7 @@ use; whether the rest can be served shows when it is compiled (`grammars`). Pure
 
 import json
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -22,6 +23,8 @@ WHITESPACE = r"( |\n[ \t]{0,64})"
 OPTIONS: Mapping[str, object] = {"whitespace_pattern": WHITESPACE, "json_allow_general_unicode_escapes": True}
 MAX_PART_CHARS = 1 << 18
 MAX_GBNF_CHARS, MAX_GBNF_RULES = 1 << 16, 1 << 9  # the translation takes their product of steps
+_ROOT = re.compile(r"(?m)^\s*root\s*::=")
+_ESCAPE = re.compile(r"\\(?:u(?P<four>[0-9A-Fa-f]{4})|U(?P<eight>[0-9A-Fa-f]{8})|.)")
 _MAX_WORDS_CHARS = 300  # of what a library says
 
 
@@ -81,7 +84,8 @@ def choice_part(texts: Sequence[str], field: str) -> Part:
 def lark_part(grammar: str, field: str) -> Part:
     """A grammar in llguidance's form of Lark, or in llama.cpp's GBNF, which has `root ::=`. PartError for neither."""
     grammar = _text(grammar, field)
-    return _lark(grammar if is_lark_syntax(grammar) else _translated(grammar, field), field)
+    is_gbnf = _ROOT.search(grammar) is not None or not is_lark_syntax(grammar)
+    return _lark(_translated(grammar, field) if is_gbnf else grammar, field)
 
 
 def lark_string(text: str) -> str:
@@ -115,10 +119,18 @@ def _translated(grammar: str, field: str) -> str:
     if len(grammar) > MAX_GBNF_CHARS or num_rules > MAX_GBNF_RULES:
         raise PartError(field, f"of GBNF at most {MAX_GBNF_CHARS} characters and {MAX_GBNF_RULES} rules are taken")
     try:
-        return gbnf_to_lark(grammar)
+        return gbnf_to_lark(_ESCAPE.sub(_shorter_escape, grammar))
     except RecursionError:
         raise PartError(field, "it is nested too deeply") from None
     except IndexError:
         raise PartError(field, "it ends within an escape") from None
     except Exception as error:  # the library raises no other class of its own
         raise PartError(field, str(error)[:_MAX_WORDS_CHARS]) from error
+
+
+def _shorter_escape(match: re.Match[str]) -> str:
+    """A character by its number, as itself or with two digits: the translation would take zeros off the others."""
+    number = int(match["four"] or match["eight"] or "0", 16)
+    if not 0 < number <= sys.maxunicode or 0xD800 <= number < 0xE000:
+        return match[0]
+    return chr(number) if number >= 0x80 else f"\\x{number:02x}"

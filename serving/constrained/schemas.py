@@ -130,11 +130,9 @@ class _Ends:
         for key in ("anyOf", "oneOf"):
             if (members := _list(schema.get(key))) and not any(self._has_end(each) for each in members):
                 return False
-        if "enum" in schema or "const" in schema:
+        if "enum" in schema or "const" in schema or "type" not in schema:  # without a type a text keeps to it too
             return True
-        kinds = schema.get("type", ("object", "array"))
-        if "type" not in schema and not {"required", "minItems"} & schema.keys():
-            return True
+        kinds = schema["type"]
         kinds = (kinds,) if isinstance(kinds, str) else _list(kinds)
         return not kinds or any(self._kind_has_end(schema, kind) for kind in kinds)
 

@@ -45,6 +45,13 @@ CITY = {
     "required": ["city"],
     "additionalProperties": False,
 }
+GBNF = r"""# as llama.cpp writes them
+root ::= "{" space "\"a\"" space ":" space string "}" space
+space ::= | " " | "\n"{1,2} [ \t]{0,20}
+string ::= "\"" (start-of | "\U0001f327") char? "\"" space
+start-of ::= "\u00e9" | [\u0043]
+char ::= [^"\\\x7F\x00-\x1F] | [\\] (["\\bfnrt] | "u" [0-9a-fA-F]{4})
+"""
 NAMES = frozenset({"get_weather", "add-up"})
 STRICT = {"get_weather": json_part(CITY, "tools")}
 OSLO = '{"city": "Oslo"}'
@@ -90,6 +97,7 @@ def test_an_answer_keeps_to_an_expression_a_choice_or_a_grammar():
     check(form(choice_part(["yes", "yes!", 'no "\n\\'], "f")), ["yes", "yes!", 'no "\n\\'], {"no": "no", "x": ""})
     check(form(lark_part('start: "a" b?\nb: "-" start', "f")), ["a", "a-a-a"], {"a-": "a-", "ab": "a"})
     check(form(lark_part('root ::= "a" ["/] | item+\nitem ::= [0-9] ","', "f")), ['a"', "a/", "1,2,"], {"1": "1"})
+    check(form(lark_part(GBNF, "f")), ['{"a": "\u00e9A"\n}'], {'{"b"': '{"', '{"a": "B': '{"a": "'})
     check(form(object_part("f")), ["{}", '{"a": [1.5e3, {"b": null}]}'], {"[]": "", "{}x": "{}"})
 
 
