@@ -14,6 +14,7 @@ from moonshard.models.tokenizers.tokenizer import load_tokenizer
 from moonshard.serving.constrained.grammars import Grammars
 from moonshard.serving.constrained.parts import Part
 from moonshard.serving.gateway.pipeline import grammars as pipeline
+from moonshard.serving.gateway.request import GenerationRequest, TextPrompt
 from tests.serving.gateway.conftest import FIXTURE, with_file
 from tests.serving.gateway.fake_worker import VOCAB_SIZE, FakeWorker
 from tests.serving.gateway.openai.test_gateway_tools import CALL_END, TOOLS, say, tokens_of
@@ -214,6 +215,17 @@ async def test_the_tool_or_the_form_at_fault_is_named(http: httpx.AsyncClient, w
     loose = {"type": "function", "function": {"name": "bad", "parameters": NOT}}
     assert (await chat(http, tools=[loose], max_tokens=1)).status_code == 200  # its schema is not kept to
     assert len(worker.runs) == 1
+
+
+def test_a_field_within_another_is_spelt_as_the_client_spells_that_one():
+    spelling = {"response_format": "text.format", "response_format.json_schema": "text.format"}
+    asked = GenerationRequest(request_id="", received_ns=0, prompt=TextPrompt(""), spelling=spelling)
+    spelt = {
+        SCHEMA: "text.format.schema",
+        "response_format.type": "text.format.type",
+        "response_formats": "response_formats",
+    }
+    assert {name: asked.invalid(name, "x").field for name in spelt} == spelt
 
 
 async def test_a_form_is_of_a_whole_answer(http: httpx.AsyncClient, worker: FakeWorker):
