@@ -7,7 +7,7 @@ was asked holds for what follows it. A thought that calls tools may go without i
 The text depends on nothing but what was asked and on the vocabulary: equal requests share what is compiled of it. Pure.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from moonshard.serving.chat.thoughts import NAMES as THOUGHT_NAMES
@@ -48,11 +48,11 @@ def answer_grammar(
     """
     ids = {mark: f"<[{special_tokens[name]}]>" for mark, name in _NAMES.items() if name in special_tokens}
     body, rules = "@form" if form is not None else "TEXT", [_TEXT]
-    section = None
+    section, parts = None, {}
     if calls is not None:
-        section, body = "section", _with_calls(body, calls)
-        rules += _section(calls, ids)
-    parts = {} if calls is None else _argument_parts(calls)
+        section, body, names = "section", _with_calls(body, calls), sorted(calls.functions)
+        rules += _section(calls, names, ids)
+        parts = _argument_parts(calls, names)
     if form is not None:
         parts["form"] = form
     return _joined([f"start: {_after_thought(body, section, start, ids)}", *rules], parts)
@@ -88,9 +88,8 @@ def _after_thought(body: str, section: str | None, start: Start | None, ids: Map
     return f"{ids[THOUGHT_BEGIN]} TEXT {ended} | {body}"
 
 
-def _section(calls: Calls, ids: Mapping[str, str]) -> list[str]:
+def _section(calls: Calls, names: Sequence[str], ids: Mapping[str, str]) -> list[str]:
     """The rules of a section of calls."""
-    names = sorted(calls.functions)
     made = "call" if calls.is_single else f"call+ {ids[SECTION_END]}"
     loose = [f"ID_{i}" for i, name in enumerate(names) if name not in calls.arguments]
     forms = [f"ID_{i} {ids[ARGUMENTS_BEGIN]} @{_OBJECT}_{i}" for i, name in enumerate(names) if name in calls.arguments]
@@ -103,8 +102,7 @@ def _section(calls: Calls, ids: Mapping[str, str]) -> list[str]:
     ]
 
 
-def _argument_parts(calls: Calls) -> dict[str, Part]:
-    names = sorted(calls.functions)
+def _argument_parts(calls: Calls, names: Sequence[str]) -> dict[str, Part]:
     parts = {f"{_OBJECT}_{i}": calls.arguments[name] for i, name in enumerate(names) if name in calls.arguments}
     return parts if len(parts) == len(names) else {_OBJECT: object_part(), **parts}
 

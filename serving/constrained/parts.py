@@ -6,11 +6,11 @@ as they are and llama.cpp's GBNF translated. Checked here is what llguidance wou
 use; whether the rest can be served shows when it is compiled (`grammars`). Pure.
 """
 
-import json
 import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import msgspec
 from llguidance import LLMatcher
@@ -23,6 +23,7 @@ WHITESPACE = r"( |\n[ \t]{0,64})"
 OPTIONS: Mapping[str, object] = {"whitespace_pattern": WHITESPACE, "json_allow_general_unicode_escapes": True}
 MAX_PART_CHARS = 1 << 18
 MAX_GBNF_CHARS, MAX_GBNF_RULES = 1 << 16, 1 << 9  # the translation takes their product of steps
+_DRAFT = re.compile(r"https?://json-schema\.org/draft[-/]")
 _ROOT = re.compile(r"(?m)^\s*root\s*::=")
 _ESCAPE = re.compile(r"\\(?:u(?P<four>[0-9A-Fa-f]{4})|U(?P<eight>[0-9A-Fa-f]{8})|.)")
 _MAX_WORDS_CHARS = 300  # of what a library says
@@ -45,7 +46,7 @@ class Part:
 
     def named(self, name: str) -> str:
         """The JSON object."""
-        return f'{{"name":{json.dumps(name)},{self.definition}}}'
+        return f'{{"name":{_json(name)},{self.definition}}}'
 
     @property
     def schema(self) -> Mapping[str, object] | None:
@@ -57,12 +58,20 @@ def json_part(schema: Mapping[str, object], field: str) -> Part:
     """JSON that keeps to a schema. PartError where nothing could, or where it is nested too deeply."""
     try:
         check_schema(schema)
-        text = msgspec.json.encode({**schema, "x-guidance": OPTIONS}).decode()
+        text = _json({**_of_known_dialect(schema), "x-guidance": OPTIONS})
     except (SchemaError, msgspec.EncodeError, UnicodeEncodeError) as error:
         raise PartError(field, str(error)) from error
     return _bounded(Part(f'"json_schema":{text}', field))
 
 
+def _of_known_dialect(schema: Mapping[str, object]) -> Mapping[str, object]:
+    """Without a `$schema` that is none of the standard's drafts: it is read as the latest of them."""
+    if _DRAFT.match(str(schema.get("$schema", ""))) is not None:
+        return schema
+    return {name: value for name, value in schema.items() if name != "$schema"}
+
+
+@cache
 def object_part(field: str = "") -> Part:
     """Any JSON object."""
     return json_part({"type": "object"}, field)
@@ -90,11 +99,15 @@ def lark_part(grammar: str, field: str) -> Part:
 
 def lark_string(text: str) -> str:
     """As a literal of Lark, whose strings are JSON's without a bare DEL."""
-    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
+    return _json(text).replace("\x7f", "\\u007f")
 
 
 def _lark(grammar: str, field: str) -> Part:
-    return _bounded(Part(f'"lark_grammar":{json.dumps(grammar, ensure_ascii=False)}', field))
+    return _bounded(Part(f'"lark_grammar":{_json(grammar)}', field))
+
+
+def _json(value: object) -> str:
+    return msgspec.json.encode(value).decode()
 
 
 def _bounded(part: Part) -> Part:

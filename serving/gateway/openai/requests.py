@@ -38,7 +38,7 @@ NO_OPS: Mapping[str, Sequence[object]] = {
     "echo": (False,),
     "function_call": ("none", "auto"),
     "functions": ([],),
-    "guided_decoding_backend": (),
+    "guided_decoding_backend": ("auto", "guidance"),
     "guided_whitespace_pattern": (),
     "include_stop_str_in_output": (False,),
     "kv_transfer_params": (),

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from moonshard.serving.chat.thoughts import Start
@@ -92,6 +92,11 @@ def test_an_answer_keeps_to_a_schema_in_bounded_white_space():
     )
 
 
+def test_a_schema_of_an_unknown_dialect_is_read_as_the_latest():
+    for dialect in ("http://json-schema.org/draft-07/schema#", "http://json-schema.org/schema#", "mine"):
+        check(form(json_part({"$schema": dialect, "const": 1}, "f")), ["1"], {"2": ""})
+
+
 def test_an_answer_keeps_to_an_expression_a_choice_or_a_grammar():
     check(form(regex_part(r"\d{2}/[a-c]+\\?", "f")), ["12/abc", "12/a\\"], {"12/": "12/", "1a": "1"})
     check(form(choice_part(["yes", "yes!", 'no "\n\\'], "f")), ["yes", "yes!", 'no "\n\\'], {"no": "no", "x": ""})
@@ -172,12 +177,13 @@ def test_equal_requests_have_the_same_grammar():
 
 @settings(max_examples=40, deadline=None)
 @given(st.text(min_size=1, max_size=12))
+@example("<think>")
 def test_no_name_or_choice_reaches_beyond_its_place(text: str):
     grammar = answer_grammar(choice_part([text], "f"), Calls(functions=frozenset({text})), None, SPECIALS)
     called = [f"{SECTION_BEGIN}{CALL_BEGIN}", f"functions.{text}:0", f"{ARGUMENTS_BEGIN}{{}}{CALL_END}{SECTION_END}"]
-    assert accepted(GRAMMARS, grammar, text) is None
+    assert accepted(GRAMMARS, grammar, "", text) is None
     assert accepted(GRAMMARS, grammar, *called) is None
-    assert accepted(GRAMMARS, grammar, text + "x") is not None
+    assert accepted(GRAMMARS, grammar, "", text + "x") is not None
 
 
 @settings(max_examples=60, deadline=None)
