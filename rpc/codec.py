@@ -29,7 +29,9 @@ from moonshard.rpc.types import (
     Usage,
 )
 
-_REQUEST_OPTIONS = frozenset({"model", "n", "logprobs", "request_id", "forced_function", "single_tool_call"})
+_REQUEST_OPTIONS = frozenset(
+    {"model", "n", "logprobs", "request_id", "forced_function", "single_tool_call", "require_tool_call"}
+)
 _CHAT_OPTIONS = frozenset({"tools", "template_kwargs", "reasoning_effort"})
 _FINISH_REASONS: dict[int, FinishReason | None] = {
     pb.FINISH_REASON_UNSPECIFIED: None,
@@ -50,6 +52,9 @@ def encode_generate(prompt: Prompt, options: GenerateOptions) -> pb.GenerateRequ
             value = (value,)  # a lone string would pass as a sequence of its characters
         if name in _CHAT_OPTIONS:
             _merge_chat(request, name, value)
+            continue
+        if name == "structured_outputs":
+            _merge_constraint(request, value)
             continue
         _merge(_holder(request, name), name, value)
     return request
@@ -134,12 +139,27 @@ def _merge_chat(request: pb.GenerateRequest, name: str, value: object) -> None:
     """Into the chat. Raises InvalidArgument where the prompt is none."""
     if not request.HasField("chat"):
         raise InvalidArgument(f"{name}: only a chat has {name}", field=name)
-    if name == "template_kwargs":
-        try:
-            value = json.dumps(value)
-        except (TypeError, ValueError) as error:
-            raise InvalidArgument(f"{name}: {error}", field=name) from None
-    _merge(request.chat, name, value)
+    _merge(request.chat, name, _json(name, value) if name == "template_kwargs" else value)
+
+
+def _merge_constraint(request: pb.GenerateRequest, value: object) -> None:
+    """Raises InvalidArgument for several, of which a message would keep the last, and for a value of another kind."""
+    name = "structured_outputs"
+    if not isinstance(value, Mapping) or len(value) != 1:
+        raise InvalidArgument(f"{name}: expected a mapping of one name", field=name)
+    ((kind, constraint),) = value.items()
+    if kind == "choice":
+        constraint = {"texts": constraint}
+    if kind == "json_schema" and not isinstance(constraint, str):
+        constraint = _json(name, constraint)
+    _merge(request, name, {kind: constraint})
+
+
+def _json(name: str, value: object) -> str:
+    try:
+        return json.dumps(value)
+    except (TypeError, ValueError) as error:
+        raise InvalidArgument(f"{name}: {error}", field=name) from None
 
 
 def _holder(request: pb.GenerateRequest, name: str) -> Message:

@@ -13,6 +13,16 @@ Prompt = str | Sequence[int] | Sequence[ChatMessage]  # text, token ids, or a ch
 FinishReason = Literal["stop", "length", "tool_calls"]
 
 
+class StructuredOutputs(TypedDict, total=False):
+    """What the answer keeps to: one of these."""
+
+    json_schema: Mapping[str, object] | str
+    json_object: bool
+    regex: str
+    choice: Sequence[str]
+    grammar: str
+
+
 class GenerateOptions(TypedDict, total=False):
     """How to continue a prompt. What is left out, or None, takes the model folder's default."""
 
@@ -34,11 +44,13 @@ class GenerateOptions(TypedDict, total=False):
     n: int
     logprobs: int | None  # None: none; 0: the chosen token's only; k: also the k most likely
     request_id: str
-    tools: Sequence[Mapping[str, str]]  # of a chat: name, description, parameters (their JSON schema, as text)
+    tools: Sequence[Mapping[str, str | bool]]  # of a chat: name, description, parameters (as text), strict
     template_kwargs: Mapping[str, object]  # of a chat: variables of its template, such as thinking
     reasoning_effort: str  # of a chat: "none" and "minimal" switch thinking off, any other value on
     forced_function: str
     single_tool_call: bool
+    require_tool_call: bool
+    structured_outputs: StructuredOutputs
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -26,6 +26,7 @@ MAX_COMPILE_S = 2.0  # of processor time, the first mask included: what takes lo
 MAX_KEPT = 256  # grammars
 MAX_KEPT_CHARS = 1 << 22  # of all texts that are kept
 MAX_MESSAGE_CHARS = 500
+NOTHING_FOLLOWS = "NoExtensionBias"  # the library's word for it
 # A fifth to a half of llguidance's own, with which the first mask of `(a{1000}){1000}` took 17 s, and with these 0.2 s.
 INITIAL_LEXER_FUEL, STEP_LEXER_FUEL, MAX_GRAMMAR_SIZE = 200_000, 100_000, 100_000
 
@@ -110,12 +111,10 @@ class Grammars:
             initial_lexer_fuel=INITIAL_LEXER_FUEL, step_lexer_fuel=STEP_LEXER_FUEL, max_grammar_size=MAX_GRAMMAR_SIZE
         )
         matcher = LLMatcher(self._vocabulary, grammar, log_level=0, limits=limits)
-        first = matcher.deep_copy()
-        if not first.is_error():
-            first.compute_bitmask()
+        fault = _fault(matcher)
         taken_s = time.thread_time() - begun_s
-        if first.is_error():
-            return shortened(first.get_error())
+        if fault:
+            return shortened(fault)
         if taken_s > MAX_COMPILE_S:
             return f"it is too complex: to compile it took {taken_s:.1f} s, at most {MAX_COMPILE_S:g} may"
         return matcher
@@ -163,7 +162,21 @@ class _Tokens:
         return self._tokenizer.encode(text if isinstance(text, str) else text.decode("utf-8", "replace"))
 
 
+def _fault(matcher: "LLMatcher") -> str:
+    """What is wrong with it, or with its first mask; empty for nothing. A mask that takes too much is still given: the
+    next one of any copy is the error.
+    """
+    for probe in () if matcher.is_error() else (matcher.deep_copy(), matcher.deep_copy()):
+        probe.compute_bitmask()
+        if probe.is_error():
+            return probe.get_error()
+    return matcher.get_error() if matcher.is_error() else ""
+
+
 def shortened(message: str) -> str:
-    """Without the excerpts of the grammar that follow a line with the cause."""
-    line = message.strip().partition("\n")[0]
-    return line[:MAX_MESSAGE_CHARS]
+    """The cause, without the grammar's excerpts around it and without a list of all that would have been known."""
+    if message.startswith(NOTHING_FOLLOWS):
+        return "nothing keeps to it"
+    first, *others = message.strip().splitlines() or [""]
+    cause = next((line for line in others if line.startswith("error: ")), "")
+    return f"{first.partition('; following')[0]} {cause}".strip()[:MAX_MESSAGE_CHARS]

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from moonshard.models.folder.generation import GenerationDefaults
 from moonshard.rpc.status import ContextLengthExceeded, InvalidArgument
+from moonshard.serving.constrained.parts import Part
 from moonshard.serving.control.request import MAX_CHOICES, MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOP_TOKENS
 from moonshard.serving.control.sampling_parameters import PARAMETERS, Range
 from moonshard.serving.gateway.caller import Caller
@@ -77,7 +78,8 @@ class ToolUse:
     call_ids: frozenset[str] = frozenset()
     forced: str | None = None  # the function that the answer begins by calling
     max_calls: int | None = None  # None: as many as the model makes
-    is_strict: bool = False  # a tool's schema was to be kept to, which is advice here
+    is_required: bool = False  # the answer is calls and nothing else
+    arguments: Mapping[str, Part] = field(default_factory=dict)  # of functions whose schema is to be kept to
 
     @classmethod
     def of(
@@ -87,7 +89,8 @@ class ToolUse:
         *,
         forced: str | None,
         is_single: bool,
-        is_strict: bool = False,
+        is_required: bool = False,
+        arguments: Mapping[str, Part] | None = None,
     ) -> "ToolUse | None":
         """None without functions: nothing is looked for in the answer then. One that is forced is the only call."""
         if not functions:
@@ -98,7 +101,8 @@ class ToolUse:
             call_ids=frozenset(call_ids),
             forced=forced,
             max_calls=max_calls,
-            is_strict=is_strict,
+            is_required=is_required,
+            arguments=arguments or {},
         )
 
 
@@ -122,19 +126,26 @@ class GenerationRequest:
     num_logprobs: int | None = None
     skip_special_tokens: bool = True
     tool_use: ToolUse | None = None  # None: calls in the answer are not looked for
+    form: Part | None = None  # that the answer keeps to, where it is no call
     caller: Caller = field(default_factory=Caller)
     parent: TraceContext | None = None  # the client's span, where spans are wanted
     spelling: Mapping[str, str] = field(default_factory=dict)
 
     def invalid(self, name: str, problem: str) -> InvalidArgument:
         """The error for one parameter, under the name the client knows it by."""
-        spelt = self.spelling.get(name, name)
+        spelt = self._spelt(name)
         return InvalidArgument(f"{spelt}: {problem}", field=spelt)
 
     def too_long(self, name: str, context_tokens: int, excess: str) -> ContextLengthExceeded:
         """The same for one that the context has no room for. `{}` in `excess` is its name."""
-        spelt = self.spelling.get(name, name)
+        spelt = self._spelt(name)
         return ContextLengthExceeded.of(context_tokens, excess.format(spelt), field=spelt)
+
+    def _spelt(self, name: str) -> str:
+        """As the client knows it: the name, or the longest of those that it stands within."""
+        known = [each for each in self.spelling if name == each or name.startswith((f"{each}.", f"{each}["))]
+        within = max(known, key=len, default="")
+        return self.spelling[within] + name.removeprefix(within) if within else name
 
 
 _RANGES = {

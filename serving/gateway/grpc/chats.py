@@ -9,8 +9,11 @@ import msgspec
 
 from moonshard.rpc import inference_pb2 as pb
 from moonshard.rpc.status import InvalidArgument
+from moonshard.serving.constrained.parts import Part
+from moonshard.serving.gateway.forms import read_form
 from moonshard.serving.gateway.intake.bounds import OTHER_BYTES
 from moonshard.serving.gateway.openai.messages import CalledFunction, CallMade, Message, chat_messages, goes_on
+from moonshard.serving.gateway.openai.tools import strict_arguments
 from moonshard.serving.gateway.pipeline.choice import CallsMade
 from moonshard.serving.gateway.quoted import quoted
 from moonshard.serving.gateway.request import ChatPrompt, Thinking, ToolUse
@@ -34,13 +37,38 @@ def chat_prompt(chat: pb.ChatPrompt) -> ChatPrompt:
     )
 
 
-def tool_use(chat: pb.ChatPrompt, forced: str = "", *, is_single: bool = False) -> ToolUse | None:
-    """None without tools. InvalidArgument where the function to be called is none of them."""
+def tool_use(
+    chat: pb.ChatPrompt, forced: str = "", *, is_single: bool = False, is_required: bool = False
+) -> ToolUse | None:
+    """None without tools. InvalidArgument for a function to be called that is none of them, and for a bad schema."""
+    if is_required and not chat.tools:
+        raise InvalidArgument("require_tool_call: needs chat.tools", field="require_tool_call")
     functions = frozenset(tool.name for tool in chat.tools)
     if forced and forced not in functions:
         raise InvalidArgument(f"forced_function: there is no tool {quoted(forced)}", field="forced_function")
     made = (call.id for message in chat.messages for call in message.tool_calls)
-    return ToolUse.of(functions, made, forced=forced or None, is_single=is_single)
+    arguments = {
+        tool.name: _strict_arguments(tool, f"chat.tools[{i}].parameters")
+        for i, tool in enumerate(chat.tools)
+        if tool.strict
+    }
+    return ToolUse.of(
+        functions,
+        made,
+        forced=forced or None,
+        is_single=is_single,
+        is_required=is_required,
+        arguments=arguments,
+    )
+
+
+def structured_outputs(asked: pb.StructuredOutputs) -> Part | None:
+    """None where nothing is asked. InvalidArgument for what can be no grammar."""
+    name = asked.WhichOneof("constraint")
+    if name is None or (name == "json_object" and not asked.json_object):
+        return None
+    value = list(asked.choice.texts) if name == "choice" else getattr(asked, name)
+    return read_form([("json" if name == "json_schema" else name, f"structured_outputs.{name}", value)])
 
 
 def calls_delta(made: CallsMade) -> pb.Delta:
@@ -81,7 +109,13 @@ def _function(tool: pb.Tool, where: str) -> dict[str, object]:
         function["description"] = tool.description
     if tool.parameters:
         function["parameters"] = _object(tool.parameters, f"{where}.parameters")
+    if tool.strict:
+        function["strict"] = True
     return function
+
+
+def _strict_arguments(tool: pb.Tool, where: str) -> Part:
+    return strict_arguments(_object(tool.parameters, where) if tool.parameters else None, where)
 
 
 def _object(text: str, name: str) -> dict[str, object]:

@@ -19,7 +19,8 @@ from moonshard.rpc.status import DeadlineExceeded, RequestError, abort
 from moonshard.serving.config.tenants import Tenants
 from moonshard.serving.control.sampling_parameters import PARAMETERS
 from moonshard.serving.gateway.caller import metadata_value, metadata_values, read_caller
-from moonshard.serving.gateway.grpc.chats import calls_delta, chat_prompt, tool_use
+from moonshard.serving.gateway.forms import not_together
+from moonshard.serving.gateway.grpc.chats import calls_delta, chat_prompt, structured_outputs, tool_use
 from moonshard.serving.gateway.intake.bounds import TOKENIZED_CONTEXTS
 from moonshard.serving.gateway.pipeline.choice import CallsMade
 from moonshard.serving.gateway.pipeline.generation import Gateway, Routed
@@ -32,12 +33,15 @@ JSON_NAMES = frozenset(
     {  # which `chats` decodes
         pb.Tool.DESCRIPTOR.fields_by_name["parameters"].full_name,
         pb.ChatPrompt.DESCRIPTOR.fields_by_name["template_kwargs"].full_name,
+        pb.StructuredOutputs.DESCRIPTOR.fields_by_name["json_schema"].full_name,
     }
 )
 _SPELLING: Mapping[str, str] = {
     **{name: f"sampling.{name}" for name in (*(each.name for each in PARAMETERS), "logit_bias")},
     **{name: f"stop.{name}" for name in ("max_tokens", "min_tokens", "stop", "stop_token_ids")},
     "num_logprobs": "logprobs",
+    "tool_choice": "require_tool_call",
+    "ignore_eos": "stop.ignore_eos",
     **{name: f"chat.{name}" for name in ("tools", "template_kwargs", "reasoning_effort")},
 }
 
@@ -130,7 +134,10 @@ def request_to_tokenize(request: pb.TokenizeRequest) -> GenerationRequest:
 
 def generation_request(request: pb.GenerateRequest, *, received_ns: int) -> GenerationRequest:
     """Unset stays unset: defaults are filled in by the pipeline. InvalidArgument for a chat that is not well formed."""
-    sampling, stop = request.sampling, request.stop
+    sampling, stop, form = request.sampling, request.stop, structured_outputs(request.structured_outputs)
+    for name in ("forced_function", "require_tool_call"):
+        if form is not None and getattr(request, name):
+            raise not_together(form.field, name)
     return GenerationRequest(
         request_id=request.request_id or secrets.token_hex(16),
         received_ns=received_ns,
@@ -145,7 +152,13 @@ def generation_request(request: pb.GenerateRequest, *, received_ns: int) -> Gene
         ignore_eos=stop.ignore_eos,
         n=request.n if request.HasField("n") else 1,
         num_logprobs=request.logprobs if request.HasField("logprobs") else None,
-        tool_use=tool_use(request.chat, request.forced_function, is_single=request.single_tool_call),
+        tool_use=tool_use(
+            request.chat,
+            request.forced_function,
+            is_single=request.single_tool_call,
+            is_required=request.require_tool_call,
+        ),
+        form=form,
         spelling=_SPELLING,
     )
 

@@ -181,8 +181,6 @@ class HttpFront:
         self, request: Request, asked: GenerationRequest, envelope: Envelope, form: Format, *, is_streamed: bool
     ) -> Response:
         headers: dict[str, str] = late_headers(request)
-        if asked.tool_use is not None and asked.tool_use.is_strict:
-            headers["x-moonshard-strict"] = "advice"
         if is_streamed:
             return EventStream(
                 self._events(asked, Chunks(envelope, form), headers),

@@ -11,9 +11,13 @@ from typing import TypeGuard
 import msgspec
 
 from moonshard.rpc.status import InvalidArgument
+from moonshard.serving.constrained.parts import Part
 from moonshard.serving.control.sampling_parameters import PARAMETERS
+from moonshard.serving.gateway.forms import not_together
 from moonshard.serving.gateway.openai.body import ABSENT, is_nothing, whole, whole_list
+from moonshard.serving.gateway.openai.formats import FormBody, asked_form
 from moonshard.serving.gateway.openai.messages import Message, chat_messages, goes_on
+from moonshard.serving.gateway.openai.sampling import Number
 from moonshard.serving.gateway.openai.thinking import ThinkingBody, asked_thinking
 from moonshard.serving.gateway.openai.tools import Tool, offer
 from moonshard.serving.gateway.request import ChatPrompt, GenerationRequest, TextPrompt, TokenPrompt, ToolUse
@@ -31,19 +35,12 @@ NO_OPS: Mapping[str, Sequence[object]] = {
     "continue_final_message": (False,),
     "documents": ([],),
     "dry_multiplier": (0,),
-    "ebnf": (),
     "echo": (False,),
     "function_call": ("none", "auto"),
     "functions": ([],),
-    "grammar": ("",),
-    "guided_choice": (),
-    "guided_decoding_backend": (),
-    "guided_grammar": (),
-    "guided_json": (),
-    "guided_regex": (),
+    "guided_decoding_backend": ("auto", "guidance"),
     "guided_whitespace_pattern": (),
     "include_stop_str_in_output": (False,),
-    "json_schema": ({},),
     "kv_transfer_params": (),
     "length_penalty": (1,),
     "logits_processors": ([],),
@@ -56,13 +53,10 @@ NO_OPS: Mapping[str, Sequence[object]] = {
     "priority": (0,),
     "prompt_embeds": (),
     "prompt_logprobs": (),
-    "regex": (),
     "repeat_penalty": (1,),
-    "response_format": ({"type": "text"},),
     "return_tokens_as_token_ids": (False,),
     "spaces_between_special_tokens": (True,),
     "structural_tag": (),
-    "structured_outputs": (),
     "suffix": ("",),
     "truncate_prompt_tokens": (),
     "typical_p": (1,),
@@ -87,8 +81,6 @@ INTEGERS = (
 _CHAT_SPELLING: Mapping[str, str] = {"prompt": "messages", "template_kwargs": "chat_template_kwargs"}
 COMPLETION_TOKENS = 16  # OpenAI's default for completions, where the context has room for them
 
-type Number = int | float
-
 
 class StreamOptions(msgspec.Struct, kw_only=True):
     include_usage: bool | None = None
@@ -99,15 +91,8 @@ class StreamOptions(msgspec.Struct, kw_only=True):
 NO_STREAM_OPTIONS = StreamOptions()
 
 
-SamplingBody = msgspec.defstruct(
-    "SamplingBody",
-    [(each.name, (Number if each.is_integer else float) | None, None) for each in PARAMETERS],
-    kw_only=True,
-)
-
-
-class GenerationBody(SamplingBody, kw_only=True):
-    """What both completion routes take beside the table's sampling parameters."""
+class GenerationBody(FormBody, kw_only=True):
+    """What both completion routes take beside the table's sampling parameters and the answer's form."""
 
     model: str | None = None
     logit_bias: dict[int, float] | None = None
@@ -143,19 +128,12 @@ class GenerationBody(SamplingBody, kw_only=True):
     continue_final_message: msgspec.Raw = ABSENT
     documents: msgspec.Raw = ABSENT
     dry_multiplier: msgspec.Raw = ABSENT
-    ebnf: msgspec.Raw = ABSENT
     echo: msgspec.Raw = ABSENT
     function_call: msgspec.Raw = ABSENT
     functions: msgspec.Raw = ABSENT
-    grammar: msgspec.Raw = ABSENT
-    guided_choice: msgspec.Raw = ABSENT
     guided_decoding_backend: msgspec.Raw = ABSENT
-    guided_grammar: msgspec.Raw = ABSENT
-    guided_json: msgspec.Raw = ABSENT
-    guided_regex: msgspec.Raw = ABSENT
     guided_whitespace_pattern: msgspec.Raw = ABSENT
     include_stop_str_in_output: msgspec.Raw = ABSENT
-    json_schema: msgspec.Raw = ABSENT
     kv_transfer_params: msgspec.Raw = ABSENT
     length_penalty: msgspec.Raw = ABSENT
     logits_processors: msgspec.Raw = ABSENT
@@ -168,13 +146,10 @@ class GenerationBody(SamplingBody, kw_only=True):
     priority: msgspec.Raw = ABSENT
     prompt_embeds: msgspec.Raw = ABSENT
     prompt_logprobs: msgspec.Raw = ABSENT
-    regex: msgspec.Raw = ABSENT
     repeat_penalty: msgspec.Raw = ABSENT
-    response_format: msgspec.Raw = ABSENT
     return_tokens_as_token_ids: msgspec.Raw = ABSENT
     spaces_between_special_tokens: msgspec.Raw = ABSENT
     structural_tag: msgspec.Raw = ABSENT
-    structured_outputs: msgspec.Raw = ABSENT
     suffix: msgspec.Raw = ABSENT
     truncate_prompt_tokens: msgspec.Raw = ABSENT
     typical_p: msgspec.Raw = ABSENT
@@ -239,12 +214,15 @@ def chat_request(body: ChatBody, *, request_id: str, received_ns: int) -> Genera
         said["max_tokens"] = said["max_completion_tokens"]
     if said.get("top_logprobs") and not body.logprobs:
         raise InvalidArgument("top_logprobs needs logprobs: true", field="top_logprobs")
-    offered = offer(body.tools, body.tool_choice, body.parallel_tool_calls)
+    offered, form = offer(body.tools, body.tool_choice, body.parallel_tool_calls), asked_form(body)
+    if form is not None and (offered.is_required or offered.forced is not None):
+        raise not_together(form.field, "tool_choice")
     return _request(
         body,
         _chat_prompt(body, body.messages, offered.tools),
         said,
         said.get("top_logprobs", 0) if body.logprobs else None,
+        form=form,
         tool_use=offered.use(body.messages),
         spelling=spelling,
         request_id=request_id,
@@ -260,6 +238,7 @@ def completion_request(body: CompletionBody, *, request_id: str, received_ns: in
         _completion_prompt(body.prompt),
         _integers(body),
         None if body.logprobs is None else whole("logprobs", body.logprobs),
+        form=asked_form(body),
         spelling={"num_logprobs": "logprobs"},
         request_id=request_id,
         received_ns=received_ns,
@@ -324,6 +303,7 @@ def _request(
     integers: Mapping[str, int],
     num_logprobs: int | None,
     *,
+    form: Part | None,
     tool_use: ToolUse | None = None,
     spelling: Mapping[str, str],
     request_id: str,
@@ -346,6 +326,7 @@ def _request(
         num_logprobs=num_logprobs,
         skip_special_tokens=body.skip_special_tokens is not False,
         tool_use=tool_use,
+        form=form,
         spelling=spelling,
     )
 

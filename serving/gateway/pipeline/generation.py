@@ -25,6 +25,7 @@ from moonshard.serving.control.sampling_parameters import PARAMETERS, SEED_BITS
 from moonshard.serving.gateway.aside import Aside
 from moonshard.serving.gateway.pipeline.attempts import Attempts, Sent
 from moonshard.serving.gateway.pipeline.choice import CallsMade, ChoiceStream, Opening, joined
+from moonshard.serving.gateway.pipeline.grammars import AnswerGrammars, grammar_of
 from moonshard.serving.gateway.pipeline.handoffs import Handoffs
 from moonshard.serving.gateway.pipeline.model import PromptLimit, ServedModel
 from moonshard.serving.gateway.records.accounts.rates import TokenRates
@@ -90,6 +91,7 @@ class Gateway:
         self.handoffs = handoffs
         self.aside = Aside()
         self.is_draining = False
+        self._grammars = AnswerGrammars(model.tokenizer, model.defaults)
         self._logs = logs
         self._rates = rates
         self._salts = salts
@@ -129,6 +131,7 @@ class Gateway:
         with self._logs.opened(request) as log, self._admitted(request) as admission:
             prompt = await self.model.tokenize(request, PromptLimit.to_generate(admission.limits.max_context_tokens))
             run, opening = await self.aside.run(len(prompt), self._make_run, admission, prompt)
+            run.grammar = await self._grammars.checked(request, run.grammar, admission.limits.vocab_size)
             mark(run, log.context)
             choices = [self.model.choice(index, request, opening) for index in range(run.n)]
             log.append(
@@ -232,6 +235,7 @@ class Gateway:
             min_tokens=max(0, request.min_tokens - len(begun)),
             n=request.n,
             logprobs=request.num_logprobs,
+            grammar=grammar_of(request, opening, self.model.tokenizer),
         )
         return run, opening
 

@@ -108,3 +108,72 @@ async def test_a_forced_function_is_called_and_a_call_that_is_cut_off_says_so(
     cut = await grpc_client.generate([HI], **asked, stop="Oslo")
     assert cut.choices[0].finish_reason == "stop"
     assert cut.choices[0].tool_calls[0].arguments == ARGUMENTS[: ARGUMENTS.index("Oslo")]
+
+
+CONSTRAINTS: list[tuple[Any, dict[str, object]]] = [
+    ({"json_schema": SCHEMA}, {"json_schema": SCHEMA}),
+    ({"json_schema": json.dumps(SCHEMA)}, {"json_schema": SCHEMA}),
+    ({"json_object": True}, {"json_schema": {"type": "object"}}),
+    ({"regex": "a+"}, {"lark_grammar": "start: /a+/"}),
+    ({"choice": ["a", "b"]}, {"lark_grammar": 'start: TEXT\nTEXT: "a" | "b"'}),
+    ({"grammar": 'start: "a"'}, {"lark_grammar": 'start: "a"'}),
+]
+
+
+def parts_of(worker: FakeWorker) -> dict[str, dict[str, Any]]:
+    """What the last request's grammar is made of, by name; of schemas without the options for white space."""
+    parts = json.loads(worker.runs[-1].grammar)["grammars"]
+    for part in parts:
+        part.get("json_schema", {}).pop("x-guidance", None)
+    return {part.pop("name"): part for part in parts}
+
+
+async def test_structured_outputs_reach_the_worker(grpc_client: AsyncClient, worker: FakeWorker):
+    prompts: list[Any] = [[1, 2], "a text", [HI]]
+    for asked, form in CONSTRAINTS:
+        for prompt in prompts:
+            await grpc_client.generate(prompt, max_tokens=1, structured_outputs=asked)
+            assert parts_of(worker)["form"] == form
+    await grpc_client.generate([1, 2], max_tokens=1, structured_outputs={"json_object": False})
+    assert worker.runs[-1].grammar == ""
+
+
+async def test_a_call_may_be_required_and_kept_to_its_schema(
+    grpc_client: AsyncClient, http: httpx.AsyncClient, worker: FakeWorker
+):
+    strict: dict[str, Any] = {"strict": True}
+    asked: Any = {"tools": [TOOLS[0] | strict, TOOLS[1]], "require_tool_call": True} | NO_THOUGHT
+    completion = await grpc_client.generate([HI], max_tokens=1, **asked)
+    grammar = worker.runs[-1].grammar
+    assert parts_of(worker)["arguments_1"] == {"json_schema": SCHEMA}
+    function = {"name": "get_weather", "parameters": SCHEMA, **strict}
+    tools = [{"type": "function", "function": function}, HTTP_TOOLS[1]]
+    body = {"messages": [HI], "tools": tools, "tool_choice": "required", "max_tokens": 1} | NO_THOUGHT
+    answer = await http.post("/v1/chat/completions", json=body | {"return_token_ids": True})
+    assert answer.json()["prompt_token_ids"] == list(completion.prompt_token_ids)
+    assert worker.runs[-1].grammar == grammar
+
+
+async def test_what_cannot_be_kept_to_is_refused(grpc_client: AsyncClient, worker: FakeWorker):
+    form: Any = {"structured_outputs": {"regex": "a"}}
+    faults: list[tuple[Any, str]] = [
+        ({"structured_outputs": {}}, "structured_outputs"),
+        ({"structured_outputs": {"regex": "a", "grammar": "b"}}, "structured_outputs"),
+        ({"structured_outputs": {"regex": 1}}, "structured_outputs"),
+        ({"structured_outputs": {"colour": "a"}}, "structured_outputs"),
+        ({"structured_outputs": {"json_schema": {1}}}, "structured_outputs"),
+        ({"structured_outputs": {"json_schema": "[]"}}, "structured_outputs.json_schema"),
+        ({"structured_outputs": {"json_schema": {"type": "x"}}}, "structured_outputs.json_schema"),
+        ({"structured_outputs": {"regex": "(a"}}, "structured_outputs.regex"),
+        ({"structured_outputs": {"choice": []}}, "structured_outputs.choice"),
+        (form | {"tools": TOOLS, "require_tool_call": True}, "structured_outputs.regex"),
+        (form | {"tools": TOOLS, "forced_function": "add-up"}, "structured_outputs.regex"),
+        (form | {"ignore_eos": True}, "stop.ignore_eos"),
+        ({"require_tool_call": True}, "require_tool_call"),
+        ({"tools": [{"name": "f", "strict": True, "parameters": '{"not": {}}'}]}, "chat.tools[0].parameters"),
+    ]
+    for options, field in faults:
+        with pytest.raises(InvalidArgument) as refused:
+            await grpc_client.generate([HI], **options)
+        assert refused.value.field == field
+    assert worker.runs == []

@@ -97,13 +97,6 @@ async def test_integers_may_be_written_as_floats(http: httpx.AsyncClient, worker
     assert (await http.post("/v1/chat/completions", json=chat)).json()["usage"]["completion_tokens"] == 2
 
 
-async def test_a_strict_tool_is_served_and_the_answer_says_that_it_is_advice(http: httpx.AsyncClient):
-    strict = {"type": "function", "function": {"name": "f", "strict": True}}
-    response = await http.post("/v1/chat/completions", json=CHAT | {"tools": [strict]})
-    assert (response.status_code, response.headers["x-moonshard-strict"]) == (200, "advice")
-    assert "x-moonshard-strict" not in (await http.post("/v1/chat/completions", json=CHAT | {"tools": [TOOL]})).headers
-
-
 async def test_cache_control_changes_no_prompt(http: httpx.AsyncClient):
     mark = {"cache_control": {"type": "ephemeral"}}
     plain = CHAT | {"tools": [TOOL], "return_token_ids": True}
