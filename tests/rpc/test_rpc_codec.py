@@ -1,7 +1,7 @@
 """The public API's values and their messages say the same."""
 
 from dataclasses import fields
-from typing import cast
+from typing import Any, cast
 
 import pytest
 from hypothesis import given
@@ -93,18 +93,20 @@ def test_every_option_reaches_its_field():
 
 
 def test_structured_outputs_are_one_constraint():
-    for asked, field in (
+    right: list[tuple[Any, Any]] = [
         ({"json_schema": "{}"}, {"json_schema": "{}"}),
         ({"json_object": True}, {"json_object": True}),
         ({"regex": "a"}, {"regex": "a"}),
         ({"choice": ["a", "b"]}, {"choice": pb.Texts(texts=["a", "b"])}),
         ({"grammar": "g"}, {"grammar": "g"}),
-    ):
-        request = encode_generate("x", {"structured_outputs": asked})  # pyright: ignore[reportArgumentType]
+    ]
+    for asked, field in right:
+        request = encode_generate("x", {"structured_outputs": asked})
         assert request.structured_outputs == pb.StructuredOutputs(**field)
-    for asked in ({}, {"regex": "a", "grammar": "g"}, {"colour": 1}, {"regex": 1}, "a"):
+    wrong: list[Any] = [{}, {"regex": "a", "grammar": "g"}, {"colour": 1}, {"regex": 1}, "a"]
+    for asked in wrong:
         with pytest.raises(InvalidArgument, match="structured_outputs"):
-            encode_generate("x", {"structured_outputs": asked})  # pyright: ignore[reportArgumentType]
+            encode_generate("x", {"structured_outputs": asked})
 
 
 def test_thoughts_add_up_beside_the_text():
