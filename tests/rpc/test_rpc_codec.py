@@ -1,7 +1,7 @@
 """The public API's values and their messages say the same."""
 
 from dataclasses import fields
-from typing import cast
+from typing import Any, cast
 
 import pytest
 from hypothesis import given
@@ -54,11 +54,13 @@ def test_every_option_reaches_its_field():
         n=2,
         logprobs=0,
         request_id="mine",
-        tools=[{"name": "f", "parameters": "{}"}],
+        tools=[{"name": "f", "parameters": "{}", "strict": True}],
         template_kwargs={"thinking": False},
         reasoning_effort="none",
         forced_function="f",
         single_tool_call=True,
+        require_tool_call=True,
+        structured_outputs={"json_schema": {"type": "object"}},
     )
     assert set(options) == set(GenerateOptions.__annotations__)
     request = encode_generate([{"role": "user", "content": "x"}], options)
@@ -76,17 +78,35 @@ def test_every_option_reaches_its_field():
     )
     chat = pb.ChatPrompt(
         messages=[pb.ChatMessage(role="user", content="x")],
-        tools=[pb.Tool(name="f", parameters="{}")],
+        tools=[pb.Tool(name="f", parameters="{}", strict=True)],
         template_kwargs='{"thinking": false}',
         reasoning_effort="none",
     )
     whole = {"chat": chat, "model": "tiny", "n": 2, "logprobs": 0, "request_id": "mine"}
-    whole |= {"forced_function": "f", "single_tool_call": True}
+    whole |= {"forced_function": "f", "single_tool_call": True, "require_tool_call": True}
+    whole |= {"structured_outputs": pb.StructuredOutputs(json_schema='{"type": "object"}')}
     assert request == pb.GenerateRequest(**whole, sampling=sampling, stop=stop)
     with pytest.raises(InvalidArgument, match="tools"):
         encode_generate("x", {"tools": [{"name": "f"}]})
     with pytest.raises(InvalidArgument, match="template_kwargs"):
         encode_generate([{"role": "user", "content": "x"}], {"template_kwargs": {"thinking": {1}}})
+
+
+def test_structured_outputs_are_one_constraint():
+    right: list[tuple[Any, Any]] = [
+        ({"json_schema": "{}"}, {"json_schema": "{}"}),
+        ({"json_object": True}, {"json_object": True}),
+        ({"regex": "a"}, {"regex": "a"}),
+        ({"choice": ["a", "b"]}, {"choice": pb.Texts(texts=["a", "b"])}),
+        ({"grammar": "g"}, {"grammar": "g"}),
+    ]
+    for asked, field in right:
+        request = encode_generate("x", {"structured_outputs": asked})
+        assert request.structured_outputs == pb.StructuredOutputs(**field)
+    wrong: list[Any] = [{}, {"regex": "a", "grammar": "g"}, {"colour": 1}, {"regex": 1}, "a"]
+    for asked in wrong:
+        with pytest.raises(InvalidArgument, match="structured_outputs"):
+            encode_generate("x", {"structured_outputs": asked})
 
 
 def test_thoughts_add_up_beside_the_text():
