@@ -174,5 +174,5 @@ def _input(arguments: str) -> msgspec.Raw:
     return msgspec.Raw(arguments.encode())
 
 
-def _event(name: str, **fields: object) -> bytes:
+def _event(name: str, /, **fields: object) -> bytes:
     return b"event: " + name.encode() + b"\ndata: " + _encoder.encode({"type": name, **fields}) + b"\n\n"

@@ -96,7 +96,7 @@ class Events:
         place: dict[str, object] = {"item_id": self._answer.envelope.item_id(block), "output_index": block.index}
         return place if block.kind == "call" else place | {"content_index": 0}
 
-    def _event(self, name: str, **fields: object) -> bytes:
+    def _event(self, name: str, /, **fields: object) -> bytes:
         event = {"type": name, "sequence_number": self._num_events, **fields}
         self._num_events += 1
         return b"event: " + name.encode() + b"\ndata: " + _encoder.encode(event) + b"\n\n"
