@@ -11,12 +11,12 @@ import msgspec
 
 from moonshard.rpc.status import InvalidArgument
 from moonshard.serving.control.sampling_parameters import PARAMETERS
-from moonshard.serving.gateway.openai.requests import ChatBody, SamplingBody, chat_request
+from moonshard.serving.gateway.openai.requests import ChatBody, chat_request
 from moonshard.serving.gateway.request import GenerationRequest
 
 
-def sampling_of(body: SamplingBody) -> dict[str, Any]:
-    """The sampling parameters of a body, for a chat's."""
+def sampling_of(body: msgspec.Struct) -> dict[str, Any]:
+    """The sampling parameters of a body that has them (`SamplingBody`), for a chat's."""
     return {each.name: getattr(body, each.name) for each in PARAMETERS}
 
 

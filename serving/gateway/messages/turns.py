@@ -30,18 +30,14 @@ def messages_of(system: str | Sequence[InnerBlock] | None, turns: Sequence[Turn]
 
 
 def _turn(turn: Turn, where: str) -> list[Message]:
-    match turn.role:
-        case "user" | "system" if isinstance(turn.content, str):
-            return [Message(role=turn.role, content=turn.content)]
-        case "assistant" if isinstance(turn.content, str):
-            return [Message(role="assistant", content=turn.content)]
-        case "user" | "system":
-            return _users(turn.role, turn.content, f"{where}.content")
-        case "assistant":
-            return _assistants(turn.content, f"{where}.content")
-        case _:
-            name, roles = f"{where}.role", ", ".join(ROLES)
-            raise InvalidArgument(f"{name}: {quoted(turn.role)} is not supported; use one of {roles}", field=name)
+    if turn.role not in ROLES:
+        name, roles = f"{where}.role", ", ".join(ROLES)
+        raise InvalidArgument(f"{name}: {quoted(turn.role)} is not supported; use one of {roles}", field=name)
+    if isinstance(turn.content, str):
+        return [Message(role=turn.role, content=turn.content)]
+    if turn.role == "assistant":
+        return _assistants(turn.content, f"{where}.content")
+    return _users(turn.role, turn.content, f"{where}.content")
 
 
 def _users(role: str, blocks: Sequence[TurnBlock], where: str) -> list[Message]:

@@ -83,18 +83,15 @@ def test_of_each_tenant_the_least_recently_used_is_dropped(steps: list[tuple[str
     kept, expected = StoredResponses(3, 1 << 20), ([], [])
     for step, number, name in steps:
         tenant, ids, response_id = TENANTS[number], expected[number], f"resp_{name}"
-        try:
-            if step == "delete":
-                kept.delete(tenant, response_id, field="id")
-            elif step == "get":
-                kept.get(tenant, response_id, field="id")
-            elif response_id not in ids:
-                kept.keep(tenant, response_id, stored())
-        except NotFound as error:
-            assert error.field == "id"
-            assert response_id not in ids
+        is_kept = response_id in ids
+        if step == "keep" and not is_kept:
+            kept.keep(tenant, response_id, stored())
+        elif not is_kept:
+            with pytest.raises(NotFound, match="^id: "):
+                (kept.delete if step == "delete" else kept.get)(tenant, response_id, field="id")
             continue
-        if response_id in ids:
+        else:
+            (kept.delete if step == "delete" else kept.get)(tenant, response_id, field="id")
             ids.remove(response_id)
         if step != "delete":
             ids.append(response_id)
