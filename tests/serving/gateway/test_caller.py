@@ -48,9 +48,9 @@ def test_a_key_that_names_nobody_is_refused_as_openai_does(authorization: str | 
 def test_a_key_may_come_as_anthropics_clients_send_it_and_the_other_header_counts_where_both_are_there():
     assert read_caller(KEYS, headers(x_api_key="two")).tenant.name == "b"
     assert read_caller(KEYS, headers(x_api_key="two", authorization="Bearer one")).tenant.name == "a"
-    for given in (headers(x_api_key="three"), headers(x_api_key="one", authorization="Bearer three")):
+    for unknown in (headers(x_api_key="three"), headers(x_api_key="one", authorization="Bearer three")):
         with pytest.raises(Unauthenticated):
-            read_caller(KEYS, given)
+            read_caller(KEYS, unknown)
 
 
 def test_two_keys_of_one_name_are_refused():

@@ -87,7 +87,7 @@ def test_of_each_tenant_the_least_recently_used_is_dropped(steps: list[tuple[str
         if step == "keep" and not is_kept:
             kept.keep(tenant, response_id, stored())
         elif not is_kept:
-            with pytest.raises(NotFound, match="^id: "):
+            with pytest.raises(NotFound, match=r"^id: "):
                 (kept.delete if step == "delete" else kept.get)(tenant, response_id, field="id")
             continue
         else:
