@@ -26,7 +26,8 @@ def raw(value: object) -> msgspec.Raw:
 
 
 def meant_by(chat: ChatBody, names: Mapping[str, str], *, request_id: str, received_ns: int) -> GenerationRequest:
-    """The request of this chat; `names`: how the client spells a chat's fields, where it does otherwise.
+    """The request of this chat; `names`: how the client spells a chat's fields, where it does otherwise; of two
+    that fit, the first counts.
 
     InvalidArgument as `chat_request`, under the client's names.
     """

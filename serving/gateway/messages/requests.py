@@ -29,6 +29,7 @@ NO_OPS: Mapping[str, Sequence[object]] = {
 NAMES: Mapping[str, str] = {
     "stop": "stop_sequences",
     "reasoning_effort": "output_config.effort",
+    "response_format.json_schema": "output_config.format",
     "response_format": "output_config.format",
 }
 _CHOICES: Mapping[str, str] = {"auto": "auto", "any": "required", "none": "none"}

@@ -39,6 +39,7 @@ NAMES: Mapping[str, str] = {
     "messages": "input",
     "max_tokens": "max_output_tokens",
     "reasoning_effort": "reasoning.effort",
+    "response_format.json_schema": "text.format",
     "response_format": "text.format",
     "verbosity": "text.verbosity",
 }

@@ -32,12 +32,22 @@ def parts_of(steps: list[Step]) -> list[tuple[ToolCallPart, ...]]:
     return made
 
 
+def events_of(steps: list[Step]) -> list[CallsMade | pb.Delta]:
+    """What the pipeline gives of it, from its first token to its last."""
+    events: list[CallsMade | pb.Delta] = []
+    for (thought, text, _), made in zip(steps, parts_of(steps), strict=True):
+        events += [CallsMade(0, made)] if made else []
+        events.append(pb.Delta(reasoning=thought, text=text))
+    return [*events, pb.Delta(finish_reason=pb.FINISH_REASON_STOP)]
+
+
 def changes_of(blocks: Blocks, steps: list[Step]) -> list[Change]:
     changes: list[Change] = []
-    for (thought, text, _), made in zip(steps, parts_of(steps), strict=True):
-        if made:
-            blocks.calls(CallsMade(0, made))
-        changes += blocks.delta(pb.Delta(reasoning=thought, text=text))
+    for event in events_of(steps):
+        if isinstance(event, CallsMade):
+            blocks.calls(event)
+        else:
+            changes += blocks.delta(event)
     return [*changes, *blocks.finish()]
 
 

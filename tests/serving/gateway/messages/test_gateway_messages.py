@@ -7,13 +7,21 @@ from typing import Any
 
 import httpx
 import pytest
+from hypothesis import given
 
+from moonshard.rpc import inference_pb2 as pb
 from moonshard.rpc import link_pb2
 from moonshard.serving.config.keys import GatewayConfig
-from moonshard.serving.gateway.process import RunningGateway
-from tests.serving.gateway.conftest import FIXTURE, with_file
+from moonshard.serving.config.tenants import hash_key
+from moonshard.serving.gateway.messages.answers import Answer, Events, Whole
+from moonshard.serving.gateway.pipeline.choice import CallsMade
+from moonshard.serving.gateway.process import RunningGateway, serving
+from tests.serving.gateway import fake_worker
+from tests.serving.gateway.conftest import FIXTURE, make_config, with_file
 from tests.serving.gateway.fake_worker import MAX_CONTEXT_TOKENS, FakeWorker
 from tests.serving.gateway.openai.test_gateway_tools import ANSWERS, ARGUMENTS, CALL, TOOLS, say, tokens_of
+from tests.serving.gateway.test_gateway_blocks import STEPS, Step
+from tests.serving.gateway.test_gateway_blocks import events_of as pipeline_events_of
 
 URL = "/v1/messages"
 QUESTION = {"role": "user", "content": "What is the weather in Oslo?"}
@@ -58,7 +66,8 @@ def events_of(text: str) -> list[dict[str, Any]]:
     return events
 
 
-def added_up(events: list[dict[str, Any]]) -> dict[str, Any]:
+def added_up(events: list[dict[str, Any]], *, are_objects: bool = True) -> dict[str, Any]:
+    """The message by its pieces; `are_objects`: the arguments of its calls."""
     message = dict(events[0]["message"])
     arguments: dict[int, str] = {}
     content, is_open = message["content"], False
@@ -83,7 +92,7 @@ def added_up(events: list[dict[str, Any]]) -> dict[str, Any]:
                 message |= event["delta"] | {"usage": message["usage"] | event["usage"]}
             case name:
                 assert name in ("ping", "message_stop")
-    for index, text in arguments.items():
+    for index, text in arguments.items() if are_objects else ():
         content[index]["input"] = json.loads(text)
     assert not is_open
     return message
@@ -101,6 +110,24 @@ async def test_a_stream_adds_up_to_the_whole(http: httpx.AsyncClient, worker: Fa
     events = await streamed(http)
     assert without_id(added_up(events)) == without_id(await ask(http))
     assert events[-1] == {"type": "message_stop"}
+
+
+@given(STEPS)
+def test_whatever_steps_give_a_stream_adds_up_to_the_whole(steps: list[Step]):
+    whole, events = (kind(Answer("msg_1", "kimi")) for kind in (Whole, Events))
+    summary = pb.Summary(usage=pb.Usage(prompt_tokens=3, completion_tokens=2, cached_tokens=1))
+    told = b""
+    for event in pipeline_events_of(steps):
+        whole.add(event)
+        told += events.calls(event) if isinstance(event, CallsMade) else events.delta(event)
+    told += events.last(summary)
+    expected = json.loads(whole.body(summary))
+    for block in expected["content"]:
+        block.pop("input", None)  # most of what is made up here is no object
+    message = added_up(events_of(told.decode()), are_objects=False)
+    for block in message["content"]:
+        block.pop("input", None)
+    assert message == expected
 
 
 async def test_an_answer_is_its_thought_its_text_and_its_calls(http: httpx.AsyncClient, worker: FakeWorker):
@@ -413,3 +440,24 @@ async def test_a_client_that_leaves_in_the_middle_cancels(running: RunningGatewa
 async def test_unknown_fields_are_refused_where_the_chats_are(http: httpx.AsyncClient, gateway_config: GatewayConfig):
     response = await http.post(URL, json=ASKED | {"colour": 1})
     assert (response.status_code, response.json()["error"]["message"]) == (400, "colour: this field is unknown")
+
+
+@pytest.fixture
+def keys(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("keys") / "keys.toml"
+    path.write_text(f'[keys]\n{hash_key("one")} = "a"\n')
+    return path
+
+
+async def test_a_key_is_asked_for_in_anthropics_shape(worker: FakeWorker, keys: Path, model_path: Path):
+    config = GatewayConfig(port=0, grpc_port=0, drain_timeout_s=1, keys=keys)
+    async with (
+        fake_worker.serving(worker) as port,
+        serving(make_config(config, model_path, [f"127.0.0.1:{port}"])) as running,
+        httpx.AsyncClient(base_url=running.http, timeout=30, trust_env=False) as http,
+    ):
+        await running.gateway.pool.wait_ready()
+        refused = await http.post(URL, json=ASKED, headers={"x-api-key": "two"})
+        assert (refused.status_code, refused.json()["error"]["type"]) == (401, "authentication_error")
+        say(worker, tokens_of("</think>Hi"))
+        assert (await http.post(URL, json=ASKED, headers={"x-api-key": "one"})).status_code == 200

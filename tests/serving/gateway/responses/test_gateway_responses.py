@@ -9,12 +9,18 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from hypothesis import given
 
+from moonshard.rpc import inference_pb2 as pb
 from moonshard.rpc import link_pb2
+from moonshard.serving.gateway.pipeline.choice import CallsMade
 from moonshard.serving.gateway.process import RunningGateway
+from moonshard.serving.gateway.responses.answers import Answer, Envelope, Whole
+from moonshard.serving.gateway.responses.events import Events
 from tests.serving.gateway.conftest import FIXTURE, with_file
 from tests.serving.gateway.fake_worker import MAX_CONTEXT_TOKENS, FakeWorker
 from tests.serving.gateway.openai.test_gateway_tools import ANSWERS, ARGUMENTS, CALL, TOOLS, say, tokens_of
+from tests.serving.gateway.test_gateway_blocks import STEPS, Step, events_of
 
 URL = "/v1/responses"
 QUESTION = "What is the weather in Oslo?"
@@ -90,6 +96,23 @@ async def test_a_stream_adds_up_to_the_whole(client: openai.AsyncOpenAI, worker:
     done = [event["item"] for event in events if event["type"] == "response.output_item.done"]
     assert done == events[-1]["response"]["output"]
     assert {event["response"]["id"] for event in events if "response" in event} == {events[-1]["response"]["id"]}
+
+
+@given(STEPS)
+def test_whatever_steps_give_a_stream_adds_up_to_the_whole(steps: list[Step]):
+    kept: list[bytes] = []
+    envelope = Envelope(id="resp_1", model="kimi", asked={}, created_at=0)
+    whole, events = (kind(Answer(envelope, lambda _, response: kept.append(response))) for kind in (Whole, Events))
+    summary = pb.Summary(usage=pb.Usage(prompt_tokens=3, completion_tokens=2))
+    told = b""
+    for event in events_of(steps):
+        whole.add(event)
+        told += events.calls(event) if isinstance(event, CallsMade) else events.delta(event)
+    body = whole.body(summary)
+    decoded = [json.loads(line[6:]) for line in (told + events.last(summary)).splitlines() if line[:6] == b"data: "]
+    assert kept == [body, body]
+    assert decoded[-1]["response"] == json.loads(body)
+    assert without_status(added_up(decoded)) == without_status(json.loads(body)["output"])
 
 
 async def test_an_answer_is_its_thought_its_text_and_its_calls(client: openai.AsyncOpenAI, worker: FakeWorker):
