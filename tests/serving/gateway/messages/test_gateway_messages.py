@@ -114,7 +114,7 @@ async def test_a_stream_adds_up_to_the_whole(http: httpx.AsyncClient, worker: Fa
 
 @given(STEPS)
 def test_whatever_steps_give_a_stream_adds_up_to_the_whole(steps: list[Step]):
-    whole, events = (kind(Answer("msg_1", "kimi")) for kind in (Whole, Events))
+    whole, events = Whole(Answer("msg_1", "kimi")), Events(Answer("msg_1", "kimi"))
     summary = pb.Summary(usage=pb.Usage(prompt_tokens=3, completion_tokens=2, cached_tokens=1))
     told = b""
     for event in pipeline_events_of(steps):

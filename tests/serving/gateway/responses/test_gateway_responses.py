@@ -102,7 +102,8 @@ async def test_a_stream_adds_up_to_the_whole(client: openai.AsyncOpenAI, worker:
 def test_whatever_steps_give_a_stream_adds_up_to_the_whole(steps: list[Step]):
     kept: list[bytes] = []
     envelope = Envelope(id="resp_1", model="kimi", asked={}, created_at=0)
-    whole, events = (kind(Answer(envelope, lambda _, response: kept.append(response))) for kind in (Whole, Events))
+    first, second = (Answer(envelope, lambda _, response: kept.append(response)) for _ in range(2))
+    whole, events = Whole(first), Events(second)
     summary = pb.Summary(usage=pb.Usage(prompt_tokens=3, completion_tokens=2))
     told = b""
     for event in events_of(steps):
