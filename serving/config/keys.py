@@ -87,6 +87,14 @@ class GatewayConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ResponsesConfig:
+    """What a gateway keeps in its memory of the answers of /v1/responses, for requests that go on from them."""
+
+    max_stored: Annotated[int, Meta(ge=0, le=1_000_000)] = 1024  # of each tenant; the least recently used is dropped
+    max_stored_bytes: Large = 256 * 1024 * 1024  # likewise, with the conversations before them
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class RoutingConfig:
     """Which worker a request goes to, and what becomes of it when that one is lost."""
 
@@ -211,6 +219,7 @@ class Config:
     mode: Literal["aggregated", "disaggregated"] = "disaggregated"  # aggregated: every worker prefills and decodes
     model: ModelConfig
     gateway: GatewayConfig = field(default_factory=GatewayConfig)
+    responses: ResponsesConfig = field(default_factory=ResponsesConfig)
     prices: Prices = field(default_factory=Prices)
     routing: RoutingConfig = field(default_factory=RoutingConfig)
     worker: WorkerConfig = field(default_factory=WorkerConfig)

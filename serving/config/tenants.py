@@ -55,7 +55,7 @@ class Tenants:
         if self._by_hash is None:
             return Tenant(DEFAULT)
         if not authorization:
-            raise UnknownKey("no API key was given: expected `Authorization: Bearer KEY`")
+            raise UnknownKey("no API key was given: expected `Authorization: Bearer KEY` or `x-api-key: KEY`")
         if authorization[: len(BEARER)].lower() != BEARER:
             raise UnknownKey("the Authorization header is not of the form `Bearer KEY`")
         found = self._by_hash.get(hash_key(authorization[len(BEARER) :].strip()))

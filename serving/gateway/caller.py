@@ -24,6 +24,7 @@ SESSION_NAMES = (
 BODY_NAMES = ("prompt_cache_key", "user")
 MAX_SESSION_CHARS = 1 << 14  # it is hashed on the event loop
 _KEY = "authorization"
+_BARE_KEY = "x-api-key"  # Anthropic's; where both are given, the other counts
 ANYBODY = Tenant(DEFAULT)
 
 
@@ -49,8 +50,11 @@ def read_caller(tenants: Tenants, header: Callable[[str], str | None], *body_nam
 
 def check_key(tenants: Tenants, header: Callable[[str], str | None]) -> Tenant:
     """Unauthenticated for a key that names no tenant."""
+    key = header(_KEY)
+    if not key and (bare := header(_BARE_KEY)):
+        key = f"Bearer {bare}"
     try:
-        return tenants.of(header(_KEY))
+        return tenants.of(key)
     except UnknownKey as error:
         raise Unauthenticated(str(error)) from error
 
@@ -60,7 +64,7 @@ def first_values(values: Callable[[str], Sequence[str]]) -> Callable[[str], str 
 
     def header(name: str) -> str | None:
         found = values(name)
-        if name == _KEY and len(found) > 1:
+        if name in (_KEY, _BARE_KEY) and len(found) > 1:
             raise InvalidArgument(f"{name} is given {len(found)} times", field=name)
         return found[0] if found else None
 

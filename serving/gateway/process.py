@@ -51,6 +51,7 @@ from moonshard.serving.gateway.records.accounts.rates import TokenRates
 from moonshard.serving.gateway.records.metrics import GatewayMetrics
 from moonshard.serving.gateway.records.readers import request_logs
 from moonshard.serving.gateway.records.worker_metrics import StepObserver, WorkerCollector
+from moonshard.serving.gateway.responses.stored import StoredResponses
 from moonshard.serving.gateway.workers.dispatching import dispatcher_of
 from moonshard.serving.gateway.workers.knowledge import Knowledge
 from moonshard.serving.gateway.workers.pool import LinkPool, PoolEvents
@@ -192,6 +193,7 @@ async def _serving(
         unknown_fields=UnknownFields(config.gateway.unknown_fields, metrics),
         tenants=tenants,
         strangers=_strangers(config.gateway, listener),
+        stored=StoredResponses(config.responses.max_stored, config.responses.max_stored_bytes),
         keep_alive_s=keep_alive_s,
     )
     grpc_server = grpc_front(config.gateway, gateway, intake, tenants)

@@ -21,6 +21,7 @@ LAST_DAY = "2026-11-20"  # nothing that was published later is installed
 PINS: Mapping[str, Sequence[str]] = MappingProxyType(
     {
         "openai": ("openai==3.57.0",),
+        "anthropic": ("anthropic==2.12.0",),
         "langchain": ("langchain-openai==1.7.4",),
         "litellm": ("litellm==1.110.2",),
         "pydantic-ai": ("pydantic-ai-slim[openai]==2.68.0",),

@@ -17,7 +17,8 @@ from tests.clients.environments import node, node_environment
 QUESTION, ANSWER = "What is moonshard?", "moonshard is a serving stack for Kimi-style models."
 TOOL_QUESTION, TOOL_ANSWER = "What is the weather in Lima?", "It is 13 degrees and rainy in Lima."
 WEATHER = json.dumps({"degrees": 13, "sky": "rainy"})
-PYTHON_CLIENTS = ("openai", "langchain", "litellm", "pydantic-ai", "openai-agents", "inspect-ai")
+PYTHON_CLIENTS = ("openai", "anthropic", "langchain", "litellm", "pydantic-ai", "openai-agents", "inspect-ai")
+OVER_RESPONSES = ("openai", "openai-agents")  # which speak another API as well
 NODE_CLIENTS = ("openai", "ai-sdk")
 CALLED_OVERFLOW = {"litellm": "ContextWindowExceededError", "inspect-ai": "model_length"}
 SHOW_NO_PIECES = {"inspect-ai"}  # their streams are seen whole
@@ -28,6 +29,15 @@ pytestmark = [pytest.mark.clients, pytest.mark.xdist_group("clients"), pytest.ma
 @pytest.mark.parametrize("name", PYTHON_CLIENTS)
 def test_a_python_client_works_unchanged(name: str, server: RunningServer, installed: Installed, run: Run):
     script = Path(__file__).parent / "python" / f"run_{name.replace('-', '_')}.py"
+    said = run([installed(name) / "python", script, asked(server)])
+    check(name, json.loads(said.splitlines()[-1]), counted(server))
+
+
+@pytest.mark.parametrize("name", OVER_RESPONSES)
+def test_a_python_client_works_unchanged_over_responses(
+    name: str, server: RunningServer, installed: Installed, run: Run
+):
+    script = Path(__file__).parent / "python" / f"run_{name.replace('-', '_')}_responses.py"
     said = run([installed(name) / "python", script, asked(server)])
     check(name, json.loads(said.splitlines()[-1]), counted(server))
 

@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 from moonshard.serving.gateway.http.strangers import ANY, Strangers
 
-METHODS = "GET, HEAD, POST, OPTIONS"
+METHODS = "GET, HEAD, POST, DELETE, OPTIONS"
 MAX_AGE_S = 600  # for which a browser does not ask again
 _READABLE = ("x-request-id", "retry-after", "x-moonshard-")  # starts of names
 

@@ -1,4 +1,4 @@
-"""What holds for every HTTP exchange, whatever its route: an id, a count, what browsers may, a body, one error shape.
+"""What holds for every HTTP exchange, whatever its route: an id, a count, what browsers may, a body.
 
 A plain ASGI wrapper: Starlette's BaseHTTPMiddleware would put a queue between a stream and its client.
 """
@@ -6,32 +6,22 @@ A plain ASGI wrapper: Starlette's BaseHTTPMiddleware would put a queue between a
 import asyncio
 import re
 import secrets
-from collections.abc import Callable, Mapping
-from types import MappingProxyType
+from collections.abc import Callable
 
-import msgspec
-from fastapi import FastAPI, Request
+from fastapi import Request
 from starlette.datastructures import Headers
-from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from moonshard.rpc.status import (
-    Cancelled,
-    InternalError,
-    RequestError,
-    Unavailable,
-    UnsupportedEncoding,
-    advice,
-    openai_error,
-)
+from moonshard.rpc.status import Cancelled, RequestError, Unavailable
 from moonshard.serving.gateway.caller import first_values
 from moonshard.serving.gateway.http.cross_origin import METHODS, preflight_response, readable_headers
+from moonshard.serving.gateway.http.errors import error_response, late_headers
 from moonshard.serving.gateway.http.strangers import Strangers
 from moonshard.serving.gateway.intake.body import Body
 from moonshard.serving.gateway.intake.bounds import Intake
-from moonshard.serving.gateway.intake.inflate import ACCEPTED, Inflater, encoding_of
+from moonshard.serving.gateway.intake.inflate import Inflater, encoding_of
 from moonshard.serving.gateway.intake.json_marks import Contents
 from moonshard.serving.gateway.pipeline.generation import DRAINING_RETRY_AFTER_S
 from moonshard.serving.gateway.records.metrics import GatewayMetrics
@@ -80,7 +70,7 @@ class Edge:
         except asyncio.CancelledError:  # the process ends, and waits no longer for what has been asked
             if not is_started:
                 refused = Unavailable("the server is shutting down", retry_after_s=DRAINING_RETRY_AFTER_S)
-                await error_response(refused)(scope, receive, send_marked)
+                await error_response(refused, path=scope["path"])(scope, receive, send_marked)
             raise
         finally:
             if (share := scope.get(SHARE)) is not None:
@@ -91,7 +81,7 @@ class Edge:
         try:
             self._strangers.check(headers.getlist)
         except RequestError as error:
-            return error_response(error)
+            return error_response(error, path=path)
         if method != "OPTIONS":
             return None
         of_server = Response(None, 204, {"allow": METHODS}) if path == "*" else None
@@ -157,24 +147,6 @@ async def read_body(request: Request, intake: Intake, *, num_contexts: int = 1) 
     return whole, await intake.checked(whole, share, num_contexts)
 
 
-def add_error_handlers(app: FastAPI) -> None:
-    """Gives every error OpenAI's shape, also those of unknown routes and faults of our own."""
-    app.add_exception_handler(RequestError, _request_error)
-    app.add_exception_handler(HTTPException, _http_error)
-    app.add_exception_handler(Exception, _internal_error)
-
-
-def late_headers(request: Request) -> dict[str, str]:
-    """Headers to be filled in by whoever answers; an error answer of this exchange has them too."""
-    return request.scope.setdefault("late_headers", {})
-
-
-def error_response(error: RequestError, headers: Mapping[str, str] = MappingProxyType({})) -> Response:
-    accepted = {"accept-encoding": ACCEPTED} if isinstance(error, UnsupportedEncoding) else {}
-    headers = advice(error) | accepted | dict(headers)
-    return json_response(openai_error(error), status=error.http_status, headers=headers)
-
-
 def large_answer(request: Request, body: bytes) -> Response:
     """An answer of JSON that may be long. It counts as in flight until its client has taken nearly all of it."""
     if (share := request.scope.get(SHARE)) is not None:
@@ -193,27 +165,3 @@ class InPieces(Response):
             piece = bytes(self.body[start : start + ANSWER_PIECE_BYTES])
             await send({"type": "http.response.body", "body": piece, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-
-def json_response(body: object, *, status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    return Response(msgspec.json.encode(body), status, headers, "application/json")
-
-
-async def _request_error(request: Request, error: Exception) -> Response:
-    return error_response(
-        error if isinstance(error, RequestError) else InternalError(str(error)), late_headers(request)
-    )
-
-
-async def _http_error(request: Request, error: Exception) -> Response:
-    """The answer to an unknown route or method."""
-    status = error.status_code if isinstance(error, HTTPException) else 500
-    message = f"{request.method} {request.url.path}: {error.detail if isinstance(error, HTTPException) else error}"
-    body = {"message": message, "type": "invalid_request_error", "param": None, "code": None}
-    headers = dict(error.headers or {}) if isinstance(error, HTTPException) else {}
-    return json_response({"error": body}, status=status, headers=headers)
-
-
-async def _internal_error(_request: Request, _error: Exception) -> Response:
-    """The answer to a fault of our own. What went wrong is logged by the server and not told to the client."""
-    return error_response(InternalError("internal error"))

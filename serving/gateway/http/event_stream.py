@@ -34,6 +34,7 @@ class EventStream(Response):
         error_event: Callable[[RequestError], bytes],
         late_headers: Mapping[str, str],
         keep_alive_s: float = KEEP_ALIVE_S,
+        keep_alive: bytes = KEEP_ALIVE,
     ) -> None:
         self.status_code = 200
         self.background = None
@@ -42,6 +43,7 @@ class EventStream(Response):
         self._error_event = error_event
         self._late_headers = late_headers
         self._keep_alive_s = keep_alive_s
+        self._keep_alive_event = keep_alive
         self._is_started = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -70,7 +72,7 @@ class EventStream(Response):
     async def _keep_alive(self, send: Send) -> None:
         while True:
             await asyncio.sleep(self._keep_alive_s)
-            await self._send(send, KEEP_ALIVE)
+            await self._send(send, self._keep_alive_event)
 
     async def _send(self, send: Send, body: bytes) -> None:
         if not self._is_started:

@@ -1,12 +1,11 @@
-"""The HTTP front: OpenAI's routes, vLLM's extras, and what operators ask.
+"""The HTTP front: OpenAI's routes, Anthropic's, vLLM's extras, and what operators ask.
 
 Handlers only translate: a body to a `GenerationRequest`, the pipeline's events to a response. Bodies are read raw and
 decoded by msgspec, so FastAPI neither validates nor documents them.
 """
 
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable
-from contextlib import aclosing
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from functools import partial
 
@@ -17,50 +16,41 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
-from moonshard.rpc import inference_pb2 as pb
-from moonshard.rpc.status import InternalError, Unavailable, openai_error
+from moonshard.rpc.status import Unavailable
 from moonshard.serving.config.tenants import Tenants
-from moonshard.serving.gateway.aside import MAX_INLINE_SIZE
 from moonshard.serving.gateway.caller import Caller, check_key, read_caller
+from moonshard.serving.gateway.http.answering import Answering
 from moonshard.serving.gateway.http.disconnect import until_disconnect
-from moonshard.serving.gateway.http.edge import (
-    Edge,
-    add_error_handlers,
-    error_response,
-    header_of,
-    json_response,
-    large_answer,
-    late_headers,
-    read_body,
-    visible_id,
-)
-from moonshard.serving.gateway.http.event_stream import KEEP_ALIVE_S, EventStream
+from moonshard.serving.gateway.http.edge import Edge, header_of, large_answer, visible_id
+from moonshard.serving.gateway.http.errors import add_error_handlers, error_response, json_response
+from moonshard.serving.gateway.http.event_stream import KEEP_ALIVE_S
+from moonshard.serving.gateway.http.messages_routes import MessagesRoutes
+from moonshard.serving.gateway.http.reading import Bodies
+from moonshard.serving.gateway.http.responses_routes import ResponsesRoutes
 from moonshard.serving.gateway.http.strangers import Strangers
 from moonshard.serving.gateway.intake.bounds import TOKENIZED_CONTEXTS, Intake
-from moonshard.serving.gateway.intake.large_bodies import LARGE_BYTES, LARGE_CONTENTS_BYTES, LargeBodies
 from moonshard.serving.gateway.openai import requests
 from moonshard.serving.gateway.openai.body import BodyDecoder
 from moonshard.serving.gateway.openai.responses import (
-    DONE,
     ChatFormat,
     Chunks,
     CompletionFormat,
     Envelope,
     Format,
     Whole,
-    error_event,
 )
 from moonshard.serving.gateway.openai.unknown import UnknownFields
-from moonshard.serving.gateway.pipeline.choice import CallsMade
-from moonshard.serving.gateway.pipeline.generation import Gateway, Routed
+from moonshard.serving.gateway.pipeline.generation import Gateway
 from moonshard.serving.gateway.pipeline.model import PromptLimit
 from moonshard.serving.gateway.records.metrics import GatewayMetrics
 from moonshard.serving.gateway.request import GenerationRequest
+from moonshard.serving.gateway.responses.stored import StoredResponses
 from moonshard.serving.observe.spans.context import TraceContext
 
 READY_RETRY_AFTER_S = 1.0
 GET = ("GET", "HEAD", "OPTIONS")
 POST = ("POST", "OPTIONS")
+KEPT = ("GET", "HEAD", "DELETE", "OPTIONS")
 _NO_TELEMETRY: FastApiTelemetry = {"tracing": False, "metrics": False, "logs": False}  # the pipeline has its own spans
 _CHAT = BodyDecoder(requests.ChatBody)
 _COMPLETION = BodyDecoder(requests.CompletionBody)
@@ -81,20 +71,25 @@ class HttpFront:
         unknown_fields: UnknownFields,
         tenants: Tenants,
         strangers: Strangers,
+        stored: StoredResponses,
         keep_alive_s: float = KEEP_ALIVE_S,
     ) -> None:
         self._gateway = gateway
         self._metrics = metrics
         self._version = version
-        self._intake = intake
-        self._large_bodies = LargeBodies()
-        self._unknown_fields = unknown_fields
+        self._bodies = Bodies(intake, unknown_fields, gateway.aside)
+        self._answering = Answering(gateway, keep_alive_s=keep_alive_s)
         self._tenants = tenants
-        self._keep_alive_s = keep_alive_s
         self._created = int(time.time())
+        responses = ResponsesRoutes(gateway, self._bodies, self._answering, tenants, stored)
+        messages = MessagesRoutes(gateway, self._bodies, self._answering, tenants)
         routes = {
             "/v1/chat/completions": (POST, self._keyed(self._chat)),
             "/v1/completions": (POST, self._keyed(self._complete)),
+            "/v1/responses": (POST, self._keyed(responses.create)),
+            "/v1/responses/{id:path}": (KEPT, self._keyed(responses.kept)),
+            "/v1/messages": (POST, self._keyed(messages.create)),
+            "/v1/messages/count_tokens": (POST, self._keyed(messages.count)),
             "/v1/models": (GET, self._keyed(self._models)),
             "/v1/models/{name:path}": (GET, self._keyed(self._model)),
             "/tokenize": (POST, self._keyed(self._tokenize)),
@@ -121,26 +116,10 @@ class HttpFront:
 
         return keyed
 
-    async def _read[T: msgspec.Struct, M](
-        self, decoder: BodyDecoder[T], request: Request, meant: Callable[[T], M], *, num_contexts: int = 1
-    ) -> tuple[T, M]:
-        """The decoded body, and what it means by `meant`. Unknown fields are named in the answer's headers, or
-        refused.
-        """
-        sent, contents = await read_body(request, self._intake, num_contexts=num_contexts)
-        if len(sent) <= LARGE_BYTES and contents.num_bytes <= LARGE_CONTENTS_BYTES:
-            body, unknown = decoder.decode(sent)
-        else:
-            body, unknown = await until_disconnect(request.receive, self._large_bodies.decode(decoder, sent))
-        self._unknown_fields.tell(unknown, late_headers(request))
-        if len(sent) <= MAX_INLINE_SIZE:
-            return body, meant(body)
-        return body, await until_disconnect(request.receive, self._gateway.aside.run(len(sent), meant, body))
-
     async def _chat(self, request: Request) -> Response:
         received_ns = time.perf_counter_ns()
         meant = partial(requests.chat_request, request_id=visible_id(request, "chatcmpl-"), received_ns=received_ns)
-        body, asked = await self._read(_CHAT, request, meant)
+        body, asked = await self._bodies.read(_CHAT, request, meant)
         asked = replace(asked, caller=self._caller(request, body), parent=self._parent(request))
         envelope, is_streamed = self._envelope(asked, body), bool(body.stream)
         del body  # it may be large, and would be held until the answer ends
@@ -150,7 +129,7 @@ class HttpFront:
     async def _complete(self, request: Request) -> Response:
         received_ns = time.perf_counter_ns()
         meant = partial(requests.completion_request, request_id=visible_id(request, "cmpl-"), received_ns=received_ns)
-        body, asked = await self._read(_COMPLETION, request, meant)
+        body, asked = await self._bodies.read(_COMPLETION, request, meant)
         asked = replace(asked, caller=self._caller(request, body), parent=self._parent(request))
         envelope, is_streamed = self._envelope(asked, body), bool(body.stream)
         del body
@@ -180,46 +159,12 @@ class HttpFront:
     async def _respond(
         self, request: Request, asked: GenerationRequest, envelope: Envelope, form: Format, *, is_streamed: bool
     ) -> Response:
-        headers: dict[str, str] = late_headers(request)
         if is_streamed:
-            return EventStream(
-                self._events(asked, Chunks(envelope, form), headers),
-                late_headers=headers,
-                error_event=lambda error: error_event(openai_error(error)),
-                keep_alive_s=self._keep_alive_s,
-            )
-        whole = await until_disconnect(request.receive, self._whole(asked, Whole(envelope, form), headers))
-        return large_answer(request, whole)
-
-    async def _events(self, asked: GenerationRequest, chunks: Chunks, headers: dict[str, str]) -> AsyncGenerator[bytes]:
-        """Fills `headers` before the first event."""
-        async with aclosing(self._gateway.generate(asked)) as events:
-            async for event in events:
-                if isinstance(event, pb.Delta):
-                    if chunk := chunks.delta(event):
-                        yield chunk
-                elif isinstance(event, CallsMade):
-                    yield chunks.calls(event)
-                elif isinstance(event, pb.TokenIds):
-                    chunks.set_prompt(event)
-                elif isinstance(event, Routed):
-                    headers |= event.headers()
-                else:
-                    yield chunks.summary(event) + DONE
-
-    async def _whole(self, asked: GenerationRequest, whole: Whole, headers: dict[str, str]) -> bytes:
-        async with aclosing(self._gateway.generate(asked)) as events:
-            async for event in events:
-                if isinstance(event, pb.Summary):
-                    return whole.body(event)
-                if isinstance(event, Routed):
-                    headers |= event.headers()
-                else:
-                    whole.add(event)
-        raise InternalError("the pipeline ended without a summary")
+            return self._answering.streamed(request, asked, Chunks(envelope, form))
+        return await self._answering.whole(request, asked, Whole(envelope, form))
 
     async def _tokenize(self, request: Request) -> Response:
-        body, asked = await self._read(
+        body, asked = await self._bodies.read(
             _TOKENIZE, request, requests.request_to_tokenize, num_contexts=TOKENIZED_CONTEXTS
         )
         self._gateway.model.check_name(body.model or "")
@@ -230,7 +175,7 @@ class HttpFront:
         return large_answer(request, msgspec.json.encode(told))
 
     async def _detokenize(self, request: Request) -> Response:
-        body, token_ids = await self._read(
+        body, token_ids = await self._bodies.read(
             _DETOKENIZE, request, requests.ids_to_detokenize, num_contexts=TOKENIZED_CONTEXTS
         )
         self._gateway.model.check_name(body.model or "")

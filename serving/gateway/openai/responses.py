@@ -14,6 +14,7 @@ import msgspec
 from moonshard.models.tokenizers.tokenizer import Tokenizer
 from moonshard.rpc import inference_pb2 as pb
 from moonshard.rpc.codec import decode_finish_reason, decode_stop_reason
+from moonshard.rpc.status import RequestError, openai_error
 from moonshard.rpc.types import ToolCallPart
 from moonshard.serving.gateway.openai.calls import chunk_choices, with_calls
 from moonshard.serving.gateway.openai.logprobs import TextOffsets, chat_logprobs, completion_logprobs
@@ -224,6 +225,14 @@ class Chunks:
             asked["timing"] = timing_object(summary.timing)
         return self._head + b"]," + _encoder.encode(asked)[1:] + b"\n\n" if asked else b""
 
+    def last(self, summary: pb.Summary) -> bytes:
+        """The stream's end."""
+        return self.summary(summary) + DONE
+
+    def failed(self, error: RequestError) -> bytes:
+        """An error after the stream began: the status line is gone."""
+        return b"data: " + _encoder.encode(openai_error(error)) + b"\n\n"
+
     def _said(self, index: int, text: str, *, is_thought: bool) -> bytes:
         """A chunk of a choice that goes on, byte for byte as `_chunk` has it."""
         if (around := self._around.get((index, is_thought))) is None:
@@ -290,11 +299,6 @@ def whole_usage(usage: pb.Usage) -> dict[str, object]:
 def timing_object(timing: pb.Timing) -> dict[str, object]:
     """Every duration of inference.proto's Timing under its name there, also those that are 0."""
     return {name: getattr(timing, name) for name in pb.Timing.DESCRIPTOR.fields_by_name}
-
-
-def error_event(body: dict) -> bytes:
-    """An error after the stream began: the status line is gone."""
-    return b"data: " + _encoder.encode(body) + b"\n\n"
 
 
 def _reasoning(delta: pb.Delta) -> dict[str, str]:

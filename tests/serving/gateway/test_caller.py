@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from starlette.requests import Request
 
-from moonshard.rpc.status import Unauthenticated
+from moonshard.rpc.status import InvalidArgument, Unauthenticated
 from moonshard.serving.config.tenants import Tenant, Tenants, hash_key
 from moonshard.serving.control.routing.pins import affinity_key
 from moonshard.serving.gateway.caller import SESSION_NAMES, read_caller
@@ -43,6 +43,20 @@ def test_a_key_that_names_nobody_is_refused_as_openai_does(authorization: str | 
     with pytest.raises(Unauthenticated) as refused:
         read_caller(KEYS, {"authorization": authorization}.get)
     assert (refused.value.http_status, refused.value.openai_code) == (401, "invalid_api_key")
+
+
+def test_a_key_may_come_as_anthropics_clients_send_it_and_the_other_header_counts_where_both_are_there():
+    assert read_caller(KEYS, headers(x_api_key="two")).tenant.name == "b"
+    assert read_caller(KEYS, headers(x_api_key="two", authorization="Bearer one")).tenant.name == "a"
+    for unknown in (headers(x_api_key="three"), headers(x_api_key="one", authorization="Bearer three")):
+        with pytest.raises(Unauthenticated):
+            read_caller(KEYS, unknown)
+
+
+def test_two_keys_of_one_name_are_refused():
+    raw = [(b"x-api-key", b"one"), (b"x-api-key", b"two")]
+    with pytest.raises(InvalidArgument, match="x-api-key is given 2 times"):
+        read_caller(KEYS, header_of(Request({"type": "http", "headers": raw})))
 
 
 @pytest.mark.parametrize("name", ["\u2603", "caf\u00e9", "plain"])
