@@ -325,6 +325,7 @@ def assistant(*blocks: dict[str, Any]) -> dict[str, Any]:
 
 
 PICTURE = {"type": "image", "source": {"type": "url", "url": "https://x/y.png"}}
+UNSERVED = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"messages": []}, "messages"),
     ({"messages": [{"role": "critic", "content": "a"}]}, "messages[0].role"),
@@ -344,7 +345,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"tool_choice": {"type": "tool"}}, "tool_choice.name"),
     ({"tool_choice": {"type": "most"}}, "tool_choice.type"),
     ({"thinking": {"type": "between_tools"}}, "thinking.type"),
-    ({"output_config": {"format": {"type": "grammar"}}}, "output_config.format"),
+    ({"output_config": {"format": {"type": "grammar"}}}, "output_config.format.type"),
+    ({"tools": [{"name": "f", "strict": True, "input_schema": UNSERVED}]}, "tools[0].input_schema"),
     ({"stop_sequences": [""]}, "stop_sequences"),
     ({"max_tokens": 0}, "max_tokens"),
     ({"max_tokens": None}, "max_tokens"),
@@ -461,3 +463,13 @@ async def test_a_key_is_asked_for_in_anthropics_shape(worker: FakeWorker, keys: 
         assert (refused.status_code, refused.json()["error"]["type"]) == (401, "authentication_error")
         say(worker, tokens_of("</think>Hi"))
         assert (await http.post(URL, json=ASKED, headers={"x-api-key": "one"})).status_code == 200
+
+
+async def test_any_tool_is_a_required_call_whose_grammar_reaches_the_workers(
+    http: httpx.AsyncClient, worker: FakeWorker
+):
+    tool = {"name": "find", "strict": True, "input_schema": {"type": "object", "properties": {"q": {"const": 7}}}}
+    assert (await http.post(URL, json=ASKED | {"tools": [tool], "tool_choice": {"type": "any"}})).status_code == 200
+    (run,) = worker.runs
+    assert '"const":7' in run.grammar
+    assert "functions.find:" in run.grammar

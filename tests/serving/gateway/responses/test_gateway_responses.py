@@ -249,6 +249,9 @@ async def test_a_failure_is_told_by_its_status_or_by_the_last_event(client: open
 
 
 ITEM = {"type": "message", "role": "user"}
+CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+UNIQUE = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}
+UNSERVED = {"type": "function", "name": "f", "strict": True, "parameters": UNIQUE}
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"input": None}, "input"),
     ({"input": []}, "input"),
@@ -271,7 +274,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"max_output_tokens": MAX_CONTEXT_TOKENS + 1}, "max_output_tokens"),
     ({"input": "a " * MAX_CONTEXT_TOKENS}, "input"),
     ({"temperature": 9}, "temperature"),
-    ({"text": {"format": {"type": "grammar"}}}, "text.format"),
+    ({"text": {"format": {"type": "grammar"}}}, "text.format.type"),
+    ({"tools": [UNSERVED], "tool_choice": "required"}, "tools[0].parameters"),
     ({"text": {"verbosity": "high"}}, "text.verbosity"),
     ({"truncation": "auto"}, "truncation"),
     ({"background": True}, "background"),
@@ -324,3 +328,13 @@ async def test_a_client_that_leaves_in_the_middle_cancels(running: RunningGatewa
     await asyncio.wait_for(worker.cancel_seen.wait(), 5)
     await asyncio.wait_for(running.gateway.wait_idle(), 5)
     assert worker.finished == []
+
+
+async def test_a_required_call_and_a_schema_reach_the_workers_as_a_grammar(http: httpx.AsyncClient, worker: FakeWorker):
+    tool = {"type": "function", "name": "find", "strict": True, "parameters": CITY}
+    text = {"format": {"type": "json_schema", "name": "city", "schema": CITY}}
+    for asked in ({"tools": [tool], "tool_choice": "required"}, {"text": text}):
+        worker.runs.clear()
+        assert (await http.post(URL, json=ASKED | asked)).status_code == 200
+        (run,) = worker.runs
+        assert '"json_schema":' + json.dumps(CITY, separators=(",", ":"))[:-1] in run.grammar

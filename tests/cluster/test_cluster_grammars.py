@@ -1,0 +1,121 @@
+"""Grammars through real processes: Mooncake, prefix hits, a killed decode worker, the embedded model's tool calls."""
+
+import json
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import jsonschema
+import pytest
+
+from moonshard.serving.config.keys import embedded_model_path
+from tests.cluster.conftest import Cluster, running
+from tests.cluster.test_cluster_tokens import http_completion
+from tests.engine_room import long_text
+from tests.serving.constrained.declarations import declaration
+
+pytestmark = pytest.mark.xdist_group("cluster")
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "tags": {"type": "array", "items": {"enum": ["a", "ü", "東京"]}, "minItems": 1, "maxItems": 4},
+        "size": {"type": "integer", "minimum": -9, "maximum": 99},
+    },
+    "required": ["name", "tags", "size"],
+    "additionalProperties": False,
+}
+NUM_DECLARATIONS, NUM_KILLED, NUM_AT_ONCE = 1000, 50, 12
+
+
+def asked(seed: int, temperature: float = 1.0) -> dict[str, Any]:
+    return {"temperature": temperature, "seed": seed, "guided_json": SCHEMA, "max_tokens": 200}
+
+
+def text_of(answer: dict[str, Any]) -> str:
+    assert answer["choices"][0]["finish_reason"] == "stop", answer
+    return answer["choices"][0]["text"]
+
+
+def test_the_same_json_from_two_workers_and_from_one_cold_and_found_again(cluster: Cluster, aggregated: Cluster):
+    prompt = long_text(150, seed=5)
+    for seed in range(3):
+        apart, again = (http_completion(cluster, prompt, **asked(seed)) for _ in range(2))
+        together = http_completion(aggregated, prompt, **asked(seed))
+        jsonschema.validate(json.loads(text_of(apart)), SCHEMA)
+        assert text_of(again) == text_of(apart)
+        assert again["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+        assert text_of(together) == text_of(apart)
+
+
+@pytest.fixture(scope="module")
+def embedded() -> Iterator[Cluster]:
+    """The embedded model, which calls tools, on one prefill and two decode workers."""
+    more = {"model.path": embedded_model_path(), "decode.replicas": 2, "routing.failover_wait_s": 60.0}
+    with running(**more) as started:
+        yield started
+
+
+def calls_of(cluster: Cluster, tool: dict[str, Any], temperature: float, seed: int) -> list[dict[str, Any]]:
+    body = {
+        "messages": [{"role": "user", "content": f"Please look at number {seed}."}],
+        "tools": [tool],
+        "tool_choice": "required",
+        "parallel_tool_calls": seed % 2 == 0,
+        "temperature": temperature,
+        "seed": seed,
+        "max_tokens": 600,
+    }
+    with httpx.Client(base_url=cluster.http_url, timeout=300) as http:
+        response = http.post("/v1/chat/completions", json=body)
+    assert response.status_code == 200, (tool, response.text)
+    choice = response.json()["choices"][0]
+    return [] if choice["finish_reason"] == "length" else choice["message"]["tool_calls"]
+
+
+def assert_valid(tool: dict[str, Any], calls: list[dict[str, Any]]) -> None:
+    function = tool["function"]
+    for call in calls:
+        assert call["function"]["name"] == function["name"]
+        arguments = json.loads(call["function"]["arguments"])
+        jsonschema.Draft202012Validator(function["parameters"]).validate(arguments)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.timeout(3000)
+def test_calls_of_generated_tools_are_valid(embedded: Cluster, temperature: float):
+    """Of those that ended: one that goes on calling until it may say no more is cut off wherever it is."""
+    tools = [declaration(seed) for seed in range(NUM_DECLARATIONS)]
+    with ThreadPoolExecutor(NUM_AT_ONCE) as pool:
+        found = list(pool.map(lambda seed: calls_of(embedded, tools[seed], temperature, seed), range(NUM_DECLARATIONS)))
+    for tool, calls in zip(tools, found, strict=True):
+        assert_valid(tool, calls)
+    assert sum(map(bool, found)) >= 0.9 * NUM_DECLARATIONS
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_calls_are_valid_where_their_decode_worker_is_killed(embedded: Cluster):
+    tools = [declaration(seed) for seed in range(NUM_KILLED)]
+    before = embedded.metric("moonshard_request_retries_total")
+    may_kill = threading.Semaphore(0)
+
+    def call(seed: int) -> list[dict[str, Any]]:
+        calls = calls_of(embedded, tools[seed], 1.0, seed)
+        may_kill.release()
+        return calls
+
+    with ThreadPoolExecutor(NUM_AT_ONCE) as pool:
+        found = pool.map(call, range(NUM_KILLED))
+        for index in range(3):
+            for _ in range(8):
+                assert may_kill.acquire(timeout=300)
+            os.kill(embedded.pid("decode", index % 2), signal.SIGKILL)
+        for tool, calls in zip(tools, found, strict=True):
+            assert_valid(tool, calls)
+    assert embedded.metric("moonshard_request_retries_total") > before
