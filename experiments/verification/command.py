@@ -19,7 +19,7 @@ from moonshard.experiments.verification.results import Done, ResultFile, read_do
 from moonshard.experiments.verification.running import Run, run
 from moonshard.experiments.verification.samples import BrokenLine, Sample, prepared, read_reference, read_samples
 from moonshard.experiments.verification.strict_json import parse
-from moonshard.serving.commands.options import ApiKey, api_key_of
+from moonshard.serving.commands.options import ApiKey, api_key_of, optional_argument
 from moonshard.serving.commands.terminal_chat import authorization, root_of, served_models
 from moonshard.serving.config.keys import ConfigError
 
@@ -31,13 +31,13 @@ def verify_tools(
     file: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FILE")],
     url: Annotated[str, tyro.conf.arg(metavar="URL")],
     api_key: ApiKey = None,
-    reference: Annotated[Path | None, tyro.conf.arg(metavar="RESULTS")] = None,
-    model: str | None = None,
+    reference: Annotated[Path | None, optional_argument("RESULTS")] = None,
+    model: Annotated[str | None, optional_argument("NAME")] = None,
     concurrency: int = 5,
     timeout: float = 600.0,
     extra_body: Annotated[str, tyro.conf.arg(metavar="JSON")] = "{}",
-    out: Annotated[Path | None, tyro.conf.arg(metavar="RESULTS")] = None,
-    json_file: Annotated[Path | None, tyro.conf.arg(name="json", metavar="FILE")] = None,
+    out: Annotated[Path | None, optional_argument("RESULTS")] = None,
+    json_file: Annotated[Path | None, tyro.conf.arg(name="json", metavar="FILE", help_behavior_hint="")] = None,
 ) -> int:
     """Ask a server what Kimi's vendor verifier asks: whether it calls tools when the reference does, and validly.
 

@@ -41,7 +41,7 @@ class BrokenLine:
 
 
 def read_samples(path: Path) -> list[Sample | BrokenLine]:
-    """The file's lines in order; of several results of one request, as runs that went on leave them, the last. OSError."""
+    """The file's lines in order; of several results of one request, which a continued run leaves, the last. OSError."""
     found: dict[object, Sample | BrokenLine] = {}
     for number, line in _lines(path):
         each = _sample(number, line)
