@@ -2,7 +2,7 @@
 
 import asyncio
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -14,6 +14,11 @@ from tests.experiments.verification.scripted import Answer, Scripted, call, call
 
 WAIT_S = 60
 OK = Answer()
+
+
+def after(wait: Callable[[float], object]) -> Answer:
+    wait(WAIT_S)
+    return OK
 
 
 def ask(server: Scripted, requests: Sequence[dict[str, Any]], **options: Any) -> dict[int, Result]:
@@ -55,7 +60,7 @@ def test_validity_is_of_answers_that_finish_with_calls(server, answer, reason, v
 def test_no_more_are_under_way_than_allowed_and_so_many_are(server, concurrency):
     num = 12
     together = threading.Barrier(min(concurrency, num))  # none is answered before so many are there
-    server.script = lambda body: OK if together.wait(WAIT_S) >= 0 else OK
+    server.script = lambda body: after(together.wait)
     assert len(ask(server, [request(str(each)) for each in range(num)], concurrency=concurrency)) == num
     assert server.max_in_flight == min(concurrency, num)
     assert server.texts() == sorted(map(str, range(num)))
@@ -100,7 +105,7 @@ def test_an_error_amid_a_stream_is_its_result(server):
 
 def test_a_request_that_takes_too_long_is_given_up(server):
     held = threading.Event()
-    server.script = lambda body: OK if held.wait(WAIT_S) else OK
+    server.script = lambda body: after(held.wait)
     try:
         (result,) = ask(server, [request()], timeout_s=0.2).values()
     finally:

@@ -263,18 +263,18 @@ def test_what_the_user_can_mend_is_one_line_that_names_the_option(scripted, samp
 
 
 def test_files_that_are_not_there_or_empty_are_named(scripted, samples, tmp_path):
-    with pytest.raises(ConfigError, match="FILE .*none: No such file or directory"):
+    with pytest.raises(ConfigError, match=r"FILE .*none: No such file or directory"):
         run(tmp_path / "none", "--url", scripted.url)
     empty = write(tmp_path / "empty", [""])
-    with pytest.raises(ConfigError, match="FILE .*empty: no request in it"):
+    with pytest.raises(ConfigError, match=r"FILE .*empty: no request in it"):
         run(empty, "--url", scripted.url)
-    with pytest.raises(ConfigError, match="--reference .*: no result with a finish reason"):
+    with pytest.raises(ConfigError, match=r"--reference .*: no result with a finish reason"):
         run(samples, "--url", scripted.url, "--reference", samples)
 
 
 def test_results_are_never_put_into_the_file_that_is_read(scripted, samples):
     before = samples.read_bytes()
-    with pytest.raises(ConfigError, match="--out .*: it is read from"):
+    with pytest.raises(ConfigError, match=r"--out .*: it is read from"):
         run(samples, "--url", scripted.url, "--out", samples)
     assert samples.read_bytes() == before
 
