@@ -47,12 +47,12 @@ async def ask_all(samples: Sequence[Sample], asking: Asking, take: Take) -> None
 
 
 def client(asking: Asking) -> httpx.AsyncClient:
-    """As many connections as are asked for: the deadline is of a request that is under way, not of one that waits."""
+    """Its connections are bounded by who asks alone: no request's time passes in a queue for one."""
     return httpx.AsyncClient(
         base_url=root_of(asking.url),
         headers=authorization(asking.api_key) | {"content-type": "application/json"},
         timeout=httpx.Timeout(None, connect=CONNECT_S),
-        limits=httpx.Limits(max_connections=asking.concurrency),
+        limits=httpx.Limits(max_connections=None),
         trust_env=False,
     )
 
