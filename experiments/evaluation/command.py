@@ -1,8 +1,5 @@
 """`moonshard eval`: held-out questions, asked of the model in this process or of a running server, and the table."""
 
-import json
-import os
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -12,6 +9,7 @@ from typing import Annotated, Literal
 import tyro
 from rich.console import Console
 
+from moonshard.experiments.common.json_file import check_writable, write_json
 from moonshard.experiments.evaluation.figures import CLIENT_ROWS, RECALL_TOKENS, ROWS, TOOL_ROWS
 from moonshard.experiments.evaluation.interview import InterviewOutcome, interview
 from moonshard.experiments.evaluation.replies import Answerer
@@ -63,13 +61,13 @@ def evaluate(
         raise ConfigError([f"--num {num}: at least 1"])
     wanted = read_rows(rows)
     if json_file is not None:
-        _check_writable(json_file)
+        check_writable(json_file)
     folder = POCKET if model is None else model
     text = text_of(folder)
     with answering(folder, url, api_key_of(api_key), text, dtype) as answerer, naming(folder):
         evaluation = run(answerer, question_sets(text, seed, num, wanted), seed, num)
     show(evaluation)
-    if json_file is not None and not write(evaluation, json_file):
+    if json_file is not None and not write_json(json_file, to_json(evaluation)):
         return UNWRITTEN
     return INTERRUPTED if evaluation.is_interrupted else 0
 
@@ -170,20 +168,3 @@ def show(evaluation: Evaluation) -> None:
     console.print(table(evaluation))
     for note in footnotes(evaluation):
         console.print(note, markup=False)
-
-
-def write(evaluation: Evaluation, out: Path) -> bool:
-    """Writes the JSON and says whether it could; if not, it says so on stderr, since the table is printed already."""
-    try:
-        out.write_text(json.dumps(to_json(evaluation), indent=1) + "\n")
-    except OSError as error:
-        sys.stderr.write(f"moonshard: --json {out}: {error.strerror}\n")
-        return False
-    return True
-
-
-def _check_writable(out: Path) -> None:
-    """Fails before the questions are asked, rather than after them. A full disk shows only then."""
-    place = out if os.path.exists(out) else out.parent  # Path.exists raises for a name that is too long
-    if os.path.isdir(out) or not os.access(place, os.W_OK):
-        raise ConfigError([f"--json {out}: cannot be written"])

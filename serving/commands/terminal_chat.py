@@ -64,9 +64,15 @@ def authorization(api_key: str | None) -> dict[str, str]:
 
 
 def first_model(http: httpx.Client) -> str:
-    """The first model that the server lists. ConfigError if nothing answers, or something that is no such server."""
+    """The first model that the server lists. ConfigError as of `served_models`."""
+    return served_models(http)[0]
+
+
+def served_models(http: httpx.Client) -> list[str]:
+    """The models that the server lists, at least one. ConfigError if nothing answers, or what is no such server."""
     try:
-        return http.get("/v1/models").raise_for_status().json()["data"][0]["id"]
+        first, *others = (each["id"] for each in http.get("/v1/models").raise_for_status().json()["data"])
+        return [first, *others]
     except httpx.TransportError as error:
         message = f"--url {http.base_url}: no server answers ({error}); start one with `moonshard serve`"
         raise ConfigError([message]) from error
