@@ -17,7 +17,7 @@ from moonshard.experiments.common.running.deployment import deployed
 from moonshard.experiments.common.running.measurement import Measurement, Plan
 from moonshard.experiments.common.running.server import RunningServer
 from moonshard.rpc.client import AsyncClient
-from moonshard.rpc.types import GenerateOptions, StructuredOutputs
+from moonshard.rpc.types import StructuredOutputs
 from moonshard.serving.config.keys import Config
 
 FREE = "no grammar"
@@ -67,8 +67,7 @@ async def _streams(
 ) -> list[Seen]:
     random, num_tokens = Random(seed), plan.completion_tokens
     prompts = [random_prompt(random, vocab_size, plan.context_tokens[0]) for _ in range(num_streams)]
-    options: GenerateOptions = {} if outputs is None else {"structured_outputs": outputs, "ignore_eos": False}
-    return await asyncio.gather(*(ask_grpc(client, prompt, num_tokens, **options) for prompt in prompts))
+    return await asyncio.gather(*(ask_grpc(client, prompt, num_tokens, outputs) for prompt in prompts))
 
 
 def _measurement(name: str, num_streams: int, seen: Sequence[Seen]) -> Measurement:

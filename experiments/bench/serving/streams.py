@@ -12,12 +12,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from random import Random
-from typing import Unpack
 
 import httpx
 
 from moonshard.rpc.client import AsyncClient
-from moonshard.rpc.types import GenerateOptions, Timing
+from moonshard.rpc.types import GenerateOptions, StructuredOutputs, Timing
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,12 +51,17 @@ def random_prompt(random: Random, vocab_size: int, num_tokens: int) -> list[int]
 
 
 async def ask_grpc(
-    client: AsyncClient, prompt: Sequence[int], max_tokens: int, **options: Unpack[GenerateOptions]
+    client: AsyncClient, prompt: Sequence[int], max_tokens: int, outputs: StructuredOutputs | None = None
 ) -> Seen:
-    """One streamed request over gRPC, greedy and without an early end. RequestError if it is refused."""
+    """One streamed request over gRPC, greedy, without an early end where nothing says when it is complete.
+
+    RequestError if it is refused.
+    """
     arrivals_ns: list[int] = []
     sent_ns = time.perf_counter_ns()
-    asked: GenerateOptions = {"max_tokens": max_tokens, "temperature": 0.0, "ignore_eos": True, **options}
+    asked: GenerateOptions = {"max_tokens": max_tokens, "temperature": 0.0, "ignore_eos": outputs is None}
+    if outputs is not None:
+        asked["structured_outputs"] = outputs
     async with client.stream(prompt, **asked) as stream:
         async for delta in stream:
             arrivals_ns += [time.perf_counter_ns()] * len(delta.token_ids)
