@@ -16,10 +16,11 @@ from typing import TYPE_CHECKING, final
 import numpy as np
 
 from moonshard.models.folder.generation import load_generation_defaults
-from moonshard.models.tokenizers.tokenizer import TokenIdError, Tokenizer, load_tokenizer
 
-if TYPE_CHECKING:  # importing it takes longer than a worker has for all its modules
+if TYPE_CHECKING:  # a worker whose requests have no grammar shall not wait for these, nor hold them
     from llguidance import LLMatcher, LLTokenizer
+
+    from moonshard.models.tokenizers.tokenizer import Tokenizer
 
 MAX_GRAMMAR_CHARS = 1 << 18
 MAX_COMPILE_S = 2.0  # of processor time, the first mask included: what takes longer would hold up others too
@@ -39,7 +40,7 @@ class GrammarError(ValueError):
 class Grammars:
     """The grammars of one model. May be used from several threads; what is not kept takes up to seconds to compile."""
 
-    def __init__(self, tokenizer: Tokenizer, end_ids: Collection[int], vocab_size: int | None = None):
+    def __init__(self, tokenizer: "Tokenizer", end_ids: Collection[int], vocab_size: int | None = None):
         """`vocab_size`: of the model, whose embedding may have more rows than the tokenizer has tokens.
 
         GrammarError without an end token: an answer that is complete could not end.
@@ -124,6 +125,8 @@ def load_grammars(folder: Path, vocab_size: int) -> Grammars:
     """The grammars of a model's folder. GrammarError where it has no tokenizer or no end token, or they cannot be
     read.
     """
+    from moonshard.models.tokenizers.tokenizer import load_tokenizer
+
     try:
         tokenizer, defaults = load_tokenizer(folder), load_generation_defaults(folder)
     except ValueError as error:
@@ -133,7 +136,7 @@ def load_grammars(folder: Path, vocab_size: int) -> Grammars:
     return Grammars(tokenizer, defaults.stop_token_ids, vocab_size)
 
 
-def _vocabulary(tokenizer: Tokenizer, end_ids: list[int], vocab_size: int) -> "LLTokenizer":
+def _vocabulary(tokenizer: "Tokenizer", end_ids: list[int], vocab_size: int) -> "LLTokenizer":
     """The tokens as llguidance takes them. An id without a token has no bytes, and no grammar allows it."""
     from llguidance import LLTokenizer, TokenizerWrapper
 
@@ -145,13 +148,15 @@ class _Tokens:
 
     bos_token_id = None
 
-    def __init__(self, tokenizer: Tokenizer, end_ids: list[int], vocab_size: int):
+    def __init__(self, tokenizer: "Tokenizer", end_ids: list[int], vocab_size: int):
         self._tokenizer = tokenizer
         self.eos_token_id = end_ids[0]
         self.special_token_ids = sorted(tokenizer.special_tokens.values())
         self.tokens = list(self._all_bytes(vocab_size))
 
     def _all_bytes(self, vocab_size: int) -> Iterable[bytes]:
+        from moonshard.models.tokenizers.tokenizer import TokenIdError
+
         for token_id in range(vocab_size):
             try:
                 yield self._tokenizer.token_bytes(token_id)

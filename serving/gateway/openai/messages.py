@@ -83,8 +83,13 @@ def goes_on(messages: Sequence[Message], path: str = "messages") -> bool:
     """Whether the answer is the rest of the last message. InvalidArgument where that one has no text to go on from."""
     if not messages or not messages[-1].partial:
         return False
-    last, name = messages[-1], f"{path}[{len(messages) - 1}].partial"
-    if last.role != "assistant" or last.tool_calls or last.content is None:
+    return check_text_of_assistant(messages, f"{path}[{len(messages) - 1}].partial")
+
+
+def check_text_of_assistant(messages: Sequence[Message], name: str) -> bool:
+    """True where the last message is one to go on with. InvalidArgument elsewhere, for the field `name`, which asks."""
+    last = messages[-1] if messages else None
+    if last is None or last.role != "assistant" or last.tool_calls or last.content is None:
         raise InvalidArgument(f"{name}: only for an assistant's message of text", field=name)
     return True
 

@@ -16,7 +16,7 @@ from moonshard.serving.control.sampling_parameters import PARAMETERS
 from moonshard.serving.gateway.forms import not_together
 from moonshard.serving.gateway.openai.body import ABSENT, is_nothing, whole, whole_list
 from moonshard.serving.gateway.openai.formats import FormBody, asked_form
-from moonshard.serving.gateway.openai.messages import Message, chat_messages, goes_on
+from moonshard.serving.gateway.openai.messages import Message, chat_messages, check_text_of_assistant, goes_on
 from moonshard.serving.gateway.openai.sampling import Number
 from moonshard.serving.gateway.openai.thinking import ThinkingBody, asked_thinking
 from moonshard.serving.gateway.openai.tools import Tool, offer
@@ -25,14 +25,12 @@ from moonshard.serving.gateway.request import ChatPrompt, GenerationRequest, Tex
 # Parameters of OpenAI, Moonshot, vLLM, SGLang and llama.cpp that are not served, with the values beside null that ask
 # for nothing.
 NO_OPS: Mapping[str, Sequence[object]] = {
-    "add_generation_prompt": (True,),
     "add_special_tokens": (True, False),  # this tokenizer adds none of its own
     "allowed_token_ids": (),
     "audio": (),
     "bad_words": ([],),
     "cache_salt": (),
     "chat_template": (),
-    "continue_final_message": (False,),
     "documents": ([],),
     "dry_multiplier": (0,),
     "echo": (False,),
@@ -67,6 +65,8 @@ NO_OPS: Mapping[str, Sequence[object]] = {
 }
 # Served in chats.
 COMPLETION_NO_OPS: Mapping[str, Sequence[object]] = {
+    "add_generation_prompt": (True,),
+    "continue_final_message": (False,),
     "enable_thinking": (False,),
     "parallel_tool_calls": (True, False),
     "thinking": (False, {"type": "disabled"}),
@@ -118,14 +118,12 @@ class GenerationBody(FormBody, kw_only=True):
     service_tier: str | None = None
     reasoning_effort: str | None = None  # of completions; in chats it is served
     prompt_cache_retention: str | None = None
-    add_generation_prompt: msgspec.Raw = ABSENT
     add_special_tokens: msgspec.Raw = ABSENT
     allowed_token_ids: msgspec.Raw = ABSENT
     audio: msgspec.Raw = ABSENT
     bad_words: msgspec.Raw = ABSENT
     cache_salt: msgspec.Raw = ABSENT
     chat_template: msgspec.Raw = ABSENT
-    continue_final_message: msgspec.Raw = ABSENT
     documents: msgspec.Raw = ABSENT
     dry_multiplier: msgspec.Raw = ABSENT
     echo: msgspec.Raw = ABSENT
@@ -174,11 +172,15 @@ class ChatBody(GenerationBody, kw_only=True):
     tools: list[Tool] | None = None
     tool_choice: msgspec.Raw = ABSENT
     parallel_tool_calls: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None  # vLLM's way to say that the last message is `partial`
 
 
 class CompletionBody(GenerationBody, kw_only=True):
     prompt: str | list[Number | str | list[Number]]
     logprobs: Number | None = None
+    add_generation_prompt: msgspec.Raw = ABSENT
+    continue_final_message: msgspec.Raw = ABSENT
     enable_thinking: msgspec.Raw = ABSENT
     thinking: msgspec.Raw = ABSENT
     tools: msgspec.Raw = ABSENT
@@ -193,6 +195,7 @@ class TokenizeBody(msgspec.Struct, kw_only=True):
     tools: list[Tool] | None = None
     add_special_tokens: bool | None = None  # this tokenizer adds none of its own: either value asks for the same
     add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, object] | None = None
     thinking: bool | ThinkingBody | None = None
     enable_thinking: bool | None = None
@@ -267,22 +270,14 @@ def _chat_to_tokenize(body: TokenizeBody, messages: Sequence[Message]) -> Genera
     return GenerationRequest(
         request_id="",
         received_ns=0,
-        prompt=_chat_prompt(
-            body, messages, offered.tools, add_generation_prompt=body.add_generation_prompt is not False
-        ),
+        prompt=_chat_prompt(body, messages, offered.tools),
         tool_use=offered.use(messages),
         spelling=_CHAT_SPELLING,
     )
 
 
-def _chat_prompt(
-    body: ChatBody | TokenizeBody,
-    messages: Sequence[Message],
-    tools: Sequence[Tool],
-    *,
-    add_generation_prompt: bool = True,
-) -> ChatPrompt:
-    """InvalidArgument for what is no text, and for tools that come twice."""
+def _chat_prompt(body: ChatBody | TokenizeBody, messages: Sequence[Message], tools: Sequence[Tool]) -> ChatPrompt:
+    """InvalidArgument for what is no text, for tools that come twice, and for a message that cannot be gone on with."""
     kwargs = dict(body.chat_template_kwargs or {})
     if tools and "tools" in kwargs:
         name = "chat_template_kwargs.tools"
@@ -291,10 +286,18 @@ def _chat_prompt(
     return ChatPrompt(
         chat_messages(messages),
         kwargs,
-        add_generation_prompt,
-        goes_on(messages),
+        body.add_generation_prompt is not False,
+        _is_continued(body, messages),
         asked_thinking(body.thinking, body.enable_thinking, body.reasoning_effort),
     )
+
+
+def _is_continued(body: ChatBody | TokenizeBody, messages: Sequence[Message]) -> bool:
+    """Whether the answer is the rest of the last message, which that message says or the body."""
+    name = "continue_final_message"
+    if body.continue_final_message and body.add_generation_prompt:
+        raise InvalidArgument(f"{name}: not together with add_generation_prompt", field=name)
+    return goes_on(messages) or bool(body.continue_final_message and check_text_of_assistant(messages, name))
 
 
 def _request(

@@ -121,6 +121,41 @@ async def test_an_answer_goes_on_with_a_partial_message(http: httpx.AsyncClient,
     assert answers[0].json()["prompt_token_ids"] == answers[1].json()["prompt_token_ids"]
 
 
+async def test_a_body_may_say_that_the_last_message_is_gone_on_with(http: httpx.AsyncClient, worker: FakeWorker):
+    begun = {"role": "assistant", "content": "It is"}
+    for more in ({}, {"add_generation_prompt": False}):
+        asked = CHAT | {"messages": [HI, begun], "continue_final_message": True} | more
+        assert (await http.post("/v1/chat/completions", json=asked)).status_code == 200
+        prompt = "<|im_user|>user<|im_middle|>hi<|im_end|><|im_assistant|>assistant<|im_middle|>It is"
+        assert text_of(list(worker.runs[-1].prompt_tokens)) == prompt
+    tokenized = await http.post("/tokenize", json={"messages": [HI, begun], "continue_final_message": True})
+    assert tokenized.json()["tokens"] == list(worker.runs[-1].prompt_tokens)
+
+
+async def test_a_prompt_may_end_without_the_beginning_of_an_answer(http: httpx.AsyncClient, worker: FakeWorker):
+    asked = CHAT | {"messages": [HI], "add_generation_prompt": False}
+    assert (await http.post("/v1/chat/completions", json=asked)).status_code == 200
+    assert text_of(list(worker.runs[0].prompt_tokens)) == "<|im_user|>user<|im_middle|>hi<|im_end|>"
+
+
+@pytest.mark.parametrize(
+    ("messages", "more"),
+    [
+        ([HI], {}),
+        ([HI, {"role": "assistant", "content": "It is"}], {"add_generation_prompt": True}),
+        ([HI, {"role": "assistant", "tool_calls": [{"id": "f:0", "function": {"name": "f", "arguments": "{}"}}]}], {}),
+    ],
+    ids=["user", "both", "call"],
+)
+async def test_what_cannot_be_gone_on_with_is_refused_by_the_field_that_asks(
+    http: httpx.AsyncClient, worker: FakeWorker, messages, more
+):
+    asked = CHAT | {"messages": messages, "continue_final_message": True} | more
+    response = await http.post("/v1/chat/completions", json=asked)
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "continue_final_message")
+    assert worker.runs == []
+
+
 async def test_completions_without_max_tokens_take_what_is_left(http: httpx.AsyncClient, worker: FakeWorker):
     answers = [
         await http.post("/v1/completions", json={"prompt": [1] * num_prompt})
