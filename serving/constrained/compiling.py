@@ -43,7 +43,7 @@ class Compiling:
         await asyncio.get_running_loop().run_in_executor(self._thread, self._compile, grammar)
 
     def _compile(self, grammar: str) -> None:
-        self.grammars().matcher(grammar)
+        self.grammars().prepare(grammar)
 
     def close(self) -> None:
         if self._thread is not None:

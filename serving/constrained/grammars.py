@@ -10,6 +10,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Collection, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, final
 
@@ -24,8 +25,11 @@ if TYPE_CHECKING:  # a worker whose requests have no grammar shall not wait for 
 
 MAX_GRAMMAR_CHARS = 1 << 18
 MAX_COMPILE_S = 2.0  # of processor time, the first mask included: what takes longer would hold up others too
-MAX_KEPT = 256  # grammars
+MAX_KEPT = 64  # grammars
 MAX_KEPT_CHARS = 1 << 22  # of all texts that are kept
+MAX_KEPT_S = 4.0  # that all which are kept took to compile: what took half a second takes some 30 MB
+# All matchers of a grammar share a lexer, whose states only become more: at llguidance's 250,000 it fails for all.
+MAX_USED_TOKENS = 8_000
 MAX_MESSAGE_CHARS = 500
 NOTHING_FOLLOWS = "NoExtensionBias"  # the library's word for it
 # A fifth to a half of llguidance's own, with which the first mask of `(a{1000}){1000}` took 17 s, and with these 0.2 s.
@@ -40,19 +44,28 @@ class GrammarError(ValueError):
 class Grammars:
     """The grammars of one model. May be used from several threads; what is not kept takes up to seconds to compile."""
 
-    def __init__(self, tokenizer: "Tokenizer", end_ids: Collection[int], vocab_size: int | None = None):
-        """`vocab_size`: of the model, whose embedding may have more rows than the tokenizer has tokens.
+    def __init__(
+        self,
+        tokenizer: "Tokenizer",
+        end_ids: Collection[int],
+        vocab_size: int | None = None,
+        *,
+        max_compile_s: float = MAX_COMPILE_S,
+        max_kept: int = MAX_KEPT,
+    ):
+        """`vocab_size`: of the model, whose logits may be of more tokens than the tokenizer has, or of fewer.
 
         GrammarError without an end token: an answer that is complete could not end.
         """
-        if not end_ids:
+        self._vocab_size = vocab_size or tokenizer.vocab_size
+        self.end_ids = sorted(token_id for token_id in end_ids if token_id < self._vocab_size)
+        if not self.end_ids:
             raise GrammarError("the model's folder names no end token")
         self._tokenizer = tokenizer
-        self.end_ids = sorted(end_ids)
-        self._vocab_size = max(vocab_size or 0, tokenizer.vocab_size)
+        self._max_compile_s = max_compile_s
+        self._max_kept = max_kept
         self._vocabulary: LLTokenizer | None = None
-        self._kept: OrderedDict[str, LLMatcher | str] = OrderedDict()  # matchers at the beginning, or what is wrong
-        self._num_kept_chars = 0
+        self._kept: OrderedDict[str, _Kept] = OrderedDict()
         self._lock = threading.Lock()  # of what is kept
         self._compiling = threading.Lock()  # one at a time
 
@@ -70,41 +83,63 @@ class Grammars:
         return words
 
     def has(self, grammar: str) -> bool:
-        """Whether `matcher` answers at once."""
-        return self._find(grammar) is not None
+        """Whether there is nothing that `prepare` would do."""
+        found = self._find(grammar)
+        return found is not None and not found.is_worn
+
+    def prepare(self, grammar: str) -> None:
+        """Compiles it, unless it is there and not worn out. Raises GrammarError, for the same text always the same."""
+        if len(grammar) > MAX_GRAMMAR_CHARS:
+            raise GrammarError(f"it has {len(grammar)} characters, at most {MAX_GRAMMAR_CHARS} are taken")
+        with self._compiling:
+            if not self.has(grammar):  # another may have compiled it
+                self._keep(grammar, self._compiled(grammar))
 
     def matcher(self, grammar: str) -> "LLMatcher":
-        """A new matcher, at the beginning of an answer. Raises GrammarError, for the same text always the same."""
+        """A new matcher, at an answer's beginning: at once, where it was prepared before. GrammarError likewise."""
         found = self._find(grammar)
         if found is None:
-            with self._compiling:
-                found = self._find(grammar)  # another may have compiled it
-                found = self._keep(grammar, self._compiled(grammar)) if found is None else found
-        if isinstance(found, str):
-            raise GrammarError(found)
-        return found.deep_copy()
+            self.prepare(grammar)
+            found = self._find(grammar)
+        if found is None:
+            raise GrammarError("too many others came between")
+        if isinstance(found.found, str):
+            raise GrammarError(found.found)
+        return found.found.deep_copy()
 
-    def _find(self, grammar: str) -> "LLMatcher | str | None":
+    def used(self, grammar: str, num_tokens: int) -> None:
+        """So many tokens were drawn by matchers of a grammar, which wears it out."""
+        if (found := self._find(grammar)) is not None:
+            found.num_used += num_tokens
+
+    def drop(self, grammar: str) -> None:
+        """A matcher of it failed: whoever asks for it next gets one that is compiled anew."""
+        with self._lock:
+            self._kept.pop(grammar, None)
+
+    def _find(self, grammar: str) -> "_Kept | None":
         with self._lock:
             if grammar in self._kept:
                 self._kept.move_to_end(grammar)
             return self._kept.get(grammar)
 
-    def _keep(self, grammar: str, found: "LLMatcher | str") -> "LLMatcher | str":
+    def _keep(self, grammar: str, found: "_Kept") -> None:
         with self._lock:
             self._kept[grammar] = found
-            self._num_kept_chars += len(grammar)
-            while len(self._kept) > 1 and (len(self._kept) > MAX_KEPT or self._num_kept_chars > MAX_KEPT_CHARS):
-                dropped, _ = self._kept.popitem(last=False)
-                self._num_kept_chars -= len(dropped)
-        return found
+            self._kept.move_to_end(grammar)
+            while len(self._kept) > 1 and self._are_too_many():
+                self._kept.popitem(last=False)
 
-    def _compiled(self, grammar: str) -> "LLMatcher | str":
-        """A matcher at the beginning, or why there is none."""
+    def _are_too_many(self) -> bool:
+        return (
+            len(self._kept) > self._max_kept
+            or sum(map(len, self._kept)) > MAX_KEPT_CHARS
+            or sum(kept.taken_s for kept in self._kept.values()) > MAX_KEPT_S
+        )
+
+    def _compiled(self, grammar: str) -> "_Kept":
         from llguidance import LLMatcher, LLParserLimits
 
-        if len(grammar) > MAX_GRAMMAR_CHARS:
-            return f"it has {len(grammar)} characters, at most {MAX_GRAMMAR_CHARS} are taken"
         if self._vocabulary is None:
             self._vocabulary = _vocabulary(self._tokenizer, self.end_ids, self._vocab_size)
         begun_s = time.thread_time()
@@ -115,10 +150,24 @@ class Grammars:
         fault = _fault(matcher)
         taken_s = time.thread_time() - begun_s
         if fault:
-            return shortened(fault)
-        if taken_s > MAX_COMPILE_S:
-            return f"it is too complex: to compile it took {taken_s:.1f} s, at most {MAX_COMPILE_S:g} may"
-        return matcher
+            return _Kept(shortened(fault))
+        if taken_s > self._max_compile_s:
+            took = f"to compile it took {taken_s:.1f} s, at most {self._max_compile_s:g} may"
+            return _Kept(f"it is too complex: {took}")
+        return _Kept(matcher, taken_s)
+
+
+@dataclass(slots=True)
+class _Kept:
+    """What is known of a grammar."""
+
+    found: "LLMatcher | str"  # at the beginning of an answer; or what is wrong
+    taken_s: float = 0.0  # to compile it
+    num_used: int = 0  # tokens that its matchers have drawn
+
+    @property
+    def is_worn(self) -> bool:
+        return self.num_used >= MAX_USED_TOKENS
 
 
 def load_grammars(folder: Path, vocab_size: int) -> Grammars:
@@ -133,7 +182,8 @@ def load_grammars(folder: Path, vocab_size: int) -> Grammars:
         raise GrammarError(str(error)) from error
     if tokenizer is None:
         raise GrammarError("the model has no tokenizer")
-    return Grammars(tokenizer, defaults.stop_token_ids, vocab_size)
+    # what a gateway has compiled is not refused by a worker whose processor is slower
+    return Grammars(tokenizer, defaults.stop_token_ids, vocab_size, max_compile_s=4 * MAX_COMPILE_S)
 
 
 def _vocabulary(tokenizer: "Tokenizer", end_ids: list[int], vocab_size: int) -> "LLTokenizer":
@@ -151,7 +201,7 @@ class _Tokens:
     def __init__(self, tokenizer: "Tokenizer", end_ids: list[int], vocab_size: int):
         self._tokenizer = tokenizer
         self.eos_token_id = end_ids[0]
-        self.special_token_ids = sorted(tokenizer.special_tokens.values())
+        self.special_token_ids = sorted(each for each in tokenizer.special_tokens.values() if each < vocab_size)
         self.tokens = list(self._all_bytes(vocab_size))
 
     def _all_bytes(self, vocab_size: int) -> Iterable[bytes]:

@@ -38,7 +38,8 @@ class Closed(Exception):
 class Place:
     """A sequence's place in its grammar. Tokens are told on one thread, and followed on the device's."""
 
-    def __init__(self, matcher: "LLMatcher", tokens: Iterable[int] = ()):
+    def __init__(self, grammar: str, matcher: "LLMatcher", tokens: Iterable[int] = ()):
+        self.grammar = grammar
         self.matcher = matcher
         self.tokens = list(tokens)  # that are known
         self.is_over = False  # an end token was drawn, behind which there is no grammar
@@ -79,7 +80,7 @@ class LateMasks:
     def __init__(self, rows: Sequence[Row], masks: "Masks"):
         self._rows = rows
         self._masks = masks
-        self.faults: Mapping[SequenceId, str] = {}  # sequences that cannot go on, and why: their draws mean nothing
+        self.faults: Mapping[SequenceId, Place] = {}  # sequences that cannot go on: their draws mean nothing
 
     def __call__(self) -> np.ndarray:
         """[draws, words] uint32; bit t % 32 of word t // 32 says whether token t may be drawn.
@@ -87,7 +88,7 @@ class LateMasks:
         Waits for the tokens that were drawn before. Raises Closed.
         """
         found = self._masks.compute(self._rows)
-        self.faults = {row.sequence: row.place.fault for row in self._rows if row.place.fault is not None}
+        self.faults = {row.sequence: row.place for row in self._rows if row.place.fault is not None}
         return found
 
     def tell(self, tokens: np.ndarray, num_emitted: np.ndarray) -> None:
@@ -103,7 +104,7 @@ class Masks:
         """`num_draws`: rows of a step's draws. `grammars` is first called when there is a sequence."""
         self._grammars = grammars
         self._num_draws = num_draws
-        self._places: dict[bytes, Mapping[int, Place]] = {}  # by request and choice
+        self._places: dict[bytes, dict[int, Place]] = {}  # by request and choice
         self._told = threading.Condition()
         self._is_closed = False
         self._executor: LLExecutor | None = None
@@ -114,16 +115,25 @@ class Masks:
         Raises GrammarError; takes long where the grammar was not compiled before.
         """
         grammars = self._grammars()
-        return {choice: Place(grammars.matcher(grammar), tokens) for choice, tokens in generated.items()}
+        return {choice: Place(grammar, grammars.matcher(grammar), tokens) for choice, tokens in generated.items()}
 
     def take(self, request_id: bytes, places: Mapping[int, Place]) -> None:
         """From now on the request's choices are in these places."""
         if places:
-            self._places[request_id] = places
+            self._places[request_id] = dict(places)
+
+    def end(self, sequence: SequenceId) -> None:
+        """A choice has ended. Steps in flight keep what they need."""
+        if (places := self._places.get(sequence.request_id)) is not None:
+            places.pop(sequence.choice, None)
 
     def forget(self, request_id: bytes) -> None:
-        """Steps in flight keep what they need."""
+        """A request has ended: likewise."""
         self._places.pop(request_id, None)
+
+    def has(self, sequence: SequenceId, place: Place) -> bool:
+        """Whether a sequence that goes on is in this place."""
+        return self._places.get(sequence.request_id, {}).get(sequence.choice) is place
 
     def late(self, plan: Plan, draws: Sequence[int]) -> LateMasks | None:
         """The masks of a step whose sequences have these rows of its draws; None where none is constrained.
@@ -134,8 +144,9 @@ class Masks:
             return None
         rows = list[Row]()
         for index, ((sequence, request, position), draw) in enumerate(zip(_drawn_for(plan), draws, strict=False)):
-            if request.grammar and (places := self._places.get(request.id)) is not None:
-                rows.append(Row(sequence, places[sequence.choice], draw, index, position - len(request.prompt)))
+            place = self._places.get(request.id, {}).get(sequence.choice) if request.grammar else None
+            if place is not None:
+                rows.append(Row(sequence, place, draw, index, position - len(request.prompt)))
         return LateMasks(rows, self) if rows else None
 
     def close(self) -> None:
@@ -163,10 +174,13 @@ class Masks:
         found = np.full((self._num_draws, grammars.num_mask_words), ANY_TOKEN, np.uint32)
         self._fill(found, [row for row in rows if row.place.is_open])
         for row in rows:
+            grammars.used(row.place.grammar, 1)
             if row.place.is_over:
                 found[row.draw] = grammars.end_mask
-            elif row.place.fault is None and row.place.matcher.is_error():
+            elif row.place.is_open and row.place.matcher.is_error():
                 row.place.fault = shortened(row.place.matcher.get_error())
+            if row.place.fault is not None:
+                grammars.drop(row.place.grammar)
                 found[row.draw] = ANY_TOKEN
         return found
 

@@ -22,7 +22,8 @@ OPTIONS: Mapping[str, object] = {"whitespace_pattern": WHITESPACE, "json_allow_g
 MAX_PART_CHARS = 1 << 18
 MAX_GBNF_CHARS, MAX_GBNF_RULES = 1 << 16, 1 << 9  # the translation takes their product of steps
 _DRAFT = re.compile(r"https?://json-schema\.org/draft[-/]")
-_ROOT = re.compile(r"(?m)^\s*root\s*::=")
+_ROOT = re.compile(r"(?m)^[ \t]*root[ \t]*::=")  # neither may take a line for another's beginning: that is quadratic
+_START = re.compile(r"(?m)^[ \t]*(%llguidance|\??start[ \t]*:)")
 _ESCAPE = re.compile(r"\\(?:u(?P<four>[0-9A-Fa-f]{4})|U(?P<eight>[0-9A-Fa-f]{8})|.)")
 _MAX_WORDS_CHARS = 300  # of what a library says
 
@@ -92,10 +93,8 @@ def choice_part(texts: Sequence[str], field: str) -> Part:
 
 def lark_part(grammar: str, field: str) -> Part:
     """A grammar in llguidance's form of Lark, or in llama.cpp's GBNF, which has `root ::=`. PartError for neither."""
-    from llguidance.gbnf_to_lark import is_lark_syntax
-
     grammar = _text(grammar, field)
-    is_gbnf = _ROOT.search(grammar) is not None or not is_lark_syntax(grammar)
+    is_gbnf = _ROOT.search(grammar) is not None or _START.search(grammar) is None
     return _lark(_translated(grammar, field) if is_gbnf else grammar, field)
 
 

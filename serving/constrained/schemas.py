@@ -110,10 +110,11 @@ class _Ends:
         self._schema = schema
         self._ending: set[str] = set()  # references to what has an end
         self._seen: set[str] = set()  # in this pass
+        self._found: dict[int, bool] = {}  # in this pass, by identity: a schema may be asked about many times
 
     def is_found(self) -> bool:
         for _ in range(_MAX_PASSES):
-            num_known, self._seen = len(self._ending), {"#"}
+            num_known, self._seen, self._found = len(self._ending), {"#"}, {}
             if self._has_end(self._schema):
                 return True
             if len(self._ending) == num_known:
@@ -123,6 +124,11 @@ class _Ends:
     def _has_end(self, schema: object) -> bool:
         if not isinstance(schema, Mapping):
             return True
+        if id(schema) not in self._found:
+            self._found[id(schema)] = self._looked_at(schema)
+        return self._found[id(schema)]
+
+    def _looked_at(self, schema: Mapping[str, object]) -> bool:
         if "$ref" in schema and not self._refers_to_end(str(schema["$ref"])):
             return False
         if any(not self._has_end(each) for each in _list(schema.get("allOf"))):

@@ -138,9 +138,7 @@ class Engine:
         await self._idle.wait()
 
     async def close(self) -> None:
-        """Ends the device threads once what was launched has run, unless that failed."""
-        if self.failed.done():
-            self._masks.close()
+        """Ends the device threads once what was launched has run."""
         if self._expiry is not None:
             self._expiry.cancel()
         await asyncio.to_thread(self._device.close)
@@ -233,6 +231,10 @@ class Engine:
             self._turn_down(late.faults)
         results = {} if done.drawn is None else _results(plan, done.drawn)
         delivered = self._scheduler.complete(done.number, results)
+        if late is not None:
+            for output in delivered.outputs:
+                if output.finish is not None:
+                    self._masks.end(output.sequence)
         self._drop_expired()
         self._launch()  # first, so that the device has work while the outputs are sent
         self._emit(done, delivered)
@@ -246,11 +248,11 @@ class Engine:
         for request_id in delivered.ended:
             self._forget(request_id)
 
-    def _turn_down(self, faults: Mapping[SequenceId, str]) -> None:
+    def _turn_down(self, faults: Mapping[SequenceId, Place]) -> None:
         """Ends requests that cannot keep to their grammar any longer, before what was drawn for them is handed on."""
-        for sequence, cause in faults.items():
-            if self._drop(sequence.request_id):
-                self._events.on_turned_down(sequence.request_id, NeverFits("grammar", cause))
+        for sequence, place in faults.items():
+            if self._masks.has(sequence, place) and self._drop(sequence.request_id):
+                self._events.on_turned_down(sequence.request_id, NeverFits("grammar", place.fault or ""))
 
     def _drop_expired(self) -> None:
         for request_id, error in self._scheduler.expire(time.perf_counter()):
@@ -268,6 +270,7 @@ class Engine:
             self._idle.set()
 
     def fail(self, error: BaseException) -> None:
+        self._masks.close()  # nobody tells the device thread anything more
         if not self.failed.done():
             self.failed.set_exception(error)
 

@@ -77,6 +77,14 @@ class Metadata(msgspec.Struct, kw_only=True):
     user_id: str | None = None
 
 
+class ContextEdit(msgspec.Struct, kw_only=True):
+    type: str
+
+
+class ContextManagement(msgspec.Struct, kw_only=True):
+    edits: list[ContextEdit] | None = None
+
+
 class CountBody(SamplingBody, kw_only=True):
     """What has tokens to be counted, and whatever else an answer to it would be asked with."""
 
@@ -95,7 +103,7 @@ class CountBody(SamplingBody, kw_only=True):
     service_tier: str | None = None  # there is one
     # what is not served
     container: msgspec.Raw = ABSENT
-    context_management: msgspec.Raw = ABSENT
+    context_management: ContextManagement | None = None
     mcp_servers: msgspec.Raw = ABSENT
 
 

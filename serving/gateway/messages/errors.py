@@ -20,7 +20,9 @@ _TYPES: Mapping[int, str] = {
 def anthropic_error(error: RequestError) -> dict[str, object]:
     message = str(openai_error(error)["error"]["message"])  # cut to what an answer may hold
     if isinstance(error, ContextLengthExceeded):
-        message = f"prompt is too long: {message}"
+        is_of_answer = error.field == "max_tokens"  # clients make a prompt shorter at the other words
+        begun = "input length and `max_tokens` exceed context limit" if is_of_answer else "prompt is too long"
+        message = f"{begun}: {message}"
     return anthropic_http_error(error.http_status, message)
 
 

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from moonshard.rpc.status import InvalidArgument
 from moonshard.serving.gateway.chats import meant_by, raw, sampling_of
 from moonshard.serving.gateway.messages.body import (
+    ContextManagement,
     CountBody,
     MessagesBody,
     OutputFormat,
@@ -24,7 +25,6 @@ from moonshard.serving.gateway.request import GenerationRequest
 # Not served, with the values beside null that ask for nothing.
 NO_OPS: Mapping[str, Sequence[object]] = {
     "container": (),
-    "context_management": ({}, {"edits": []}),
     "mcp_servers": ([],),
 }
 NAMES: Mapping[str, str] = {
@@ -34,6 +34,7 @@ NAMES: Mapping[str, str] = {
     "response_format": "output_config.format",
 }
 _CHOICES: Mapping[str, str] = {"auto": "auto", "any": "required", "none": "none"}
+_EDITS = ("clear_thinking_", "clear_tool_uses_")
 _SCHEMA_NAME = "output"  # chats want one
 
 
@@ -42,6 +43,7 @@ def message_request(body: CountBody, *, request_id: str, received_ns: int) -> Ge
     for name, accepted in NO_OPS.items():
         if not is_nothing(getattr(body, name), accepted):
             raise InvalidArgument(f"{name} is not supported", field=name)
+    _check_edits(body.context_management)
     choice, output = body.tool_choice, body.output_config
     chat = ChatBody(
         **sampling_of(body),
@@ -58,6 +60,16 @@ def message_request(body: CountBody, *, request_id: str, received_ns: int) -> Ge
         chat_template_kwargs=body.chat_template_kwargs,
     )
     return meant_by(chat, {**_tool_names(body.tools or ()), **NAMES}, request_id=request_id, received_ns=received_ns)
+
+
+def _check_edits(context: ContextManagement | None) -> None:
+    """What clears a conversation where it grows too long, as Claude Code asks for unasked: the template clears thoughts
+    by its own rule, and nothing else is cleared.
+    """
+    for index, edit in enumerate((context and context.edits) or ()):
+        if not edit.type.startswith(_EDITS):
+            name = f"context_management.edits[{index}].type"
+            raise InvalidArgument(f"{name}: {quoted(edit.type)} is not supported", field=name)
 
 
 def _tool(tool: SchemaTool, where: str) -> Tool:
@@ -105,4 +117,4 @@ def _thinking(thinking: ThinkingBody | None) -> chats.ThinkingBody | None:
 def _response_format(form: OutputFormat) -> ResponseFormat:
     if form.type != "json_schema":
         return ResponseFormat(type=form.type)
-    return ResponseFormat(type=form.type, json_schema=JsonSchemaFormat(name=_SCHEMA_NAME, schema=form.schema or {}))
+    return ResponseFormat(type=form.type, json_schema=JsonSchemaFormat(name=_SCHEMA_NAME, schema=form.schema))

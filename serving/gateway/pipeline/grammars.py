@@ -86,7 +86,7 @@ class AnswerGrammars:
         if self._tokenizer is None or not end_ids:
             return None
         if self._grammars is None or self._vocab_size != vocab_size:
-            self._grammars, self._vocab_size = Grammars(self._tokenizer, end_ids, vocab_size), vocab_size
+            self._grammars, self._vocab_size = Grammars(self._tokenizer, end_ids, vocab_size, max_kept=1), vocab_size
             self._good.clear()
         return self._grammars
 

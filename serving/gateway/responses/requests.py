@@ -113,7 +113,10 @@ def _tool_choice(choice: msgspec.Raw) -> msgspec.Raw:
     """As chats have it: a function's name stands one level deeper there. What is neither is passed on."""
     if is_nothing(choice) or memoryview(choice)[:1].tobytes() != b"{":
         return choice
-    said = msgspec.json.decode(choice, type=dict[str, object])
+    try:
+        said = msgspec.json.decode(choice, type=dict[str, object])
+    except ValueError:  # bytes that are no UTF-8, too
+        return choice
     if said.get("type") != "function" or "name" not in said:
         return choice
     return raw({"type": "function", "function": {"name": said["name"]}})

@@ -6,6 +6,7 @@ is cancelled, or whose link closes, while it waits is never begun.
 
 import contextlib
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import final
 
 from moonshard.rpc.status import InvalidArgument
@@ -21,7 +22,7 @@ class CompiledFirst:
 
     def __init__(self, compiling: Compiling, on_fault: Callable[[BaseException], None]):
         self._compiling = compiling
-        self._waiting: dict[bytes, Link] = {}
+        self._waiting: dict[bytes, _Waiting] = {}
         self._background = Background(on_fault)
 
     @property
@@ -31,27 +32,39 @@ class CompiledFirst:
     def begin(self, request_id: bytes, grammar: str, link: Link, begin: Callable[[], None]) -> None:
         """Calls `begin` once the grammar is compiled, or faulty, which whoever uses it notices: now, if it is there.
 
-        Raises InvalidArgument where a request of this id waits already.
+        A message that says the same again changes nothing. Raises InvalidArgument where a request of this id waits that
+        came over another link.
         """
-        if not grammar or self._compiling.has(grammar):
+        if (waiting := self._waiting.get(request_id)) is not None:
+            if waiting.link is not link:
+                raise InvalidArgument("a request with this id waits for its grammar", field="request_id")
+        elif not grammar or self._compiling.has(grammar):
             begin()
-            return
-        if request_id in self._waiting:
-            raise InvalidArgument("a request with this id waits for its grammar", field="request_id")
-        self._waiting[request_id] = link
-        self._background.spawn(self._begin_later(request_id, grammar, begin))
+        else:
+            waiting = self._waiting[request_id] = _Waiting(link)
+            self._background.spawn(self._begin_later(request_id, waiting, grammar, begin))
 
-    async def _begin_later(self, request_id: bytes, grammar: str, begin: Callable[[], None]) -> None:
+    async def _begin_later(
+        self, request_id: bytes, waiting: "_Waiting", grammar: str, begin: Callable[[], None]
+    ) -> None:
         with contextlib.suppress(GrammarError):
             await self._compiling.compile(grammar)
-        if self._waiting.pop(request_id, None) is not None:
+        if self._waiting.get(request_id) is waiting:  # and not of a later one of its id
+            del self._waiting[request_id]
             begin()
 
     def drop(self, request_id: bytes, link: Link) -> None:
         """The request is over, where it waits and came over this link."""
-        if self._waiting.get(request_id) is link:
+        if (waiting := self._waiting.get(request_id)) is not None and waiting.link is link:
             del self._waiting[request_id]
 
     def close_link(self, link: Link) -> None:
-        for request_id in [each for each, owner in self._waiting.items() if owner is link]:
+        for request_id in [each for each, waiting in self._waiting.items() if waiting.link is link]:
             del self._waiting[request_id]
+
+
+@dataclass(eq=False, frozen=True, slots=True)
+class _Waiting:
+    """One request's wait."""
+
+    link: Link

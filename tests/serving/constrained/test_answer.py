@@ -1,6 +1,7 @@
 """The grammar of an answer, held against llguidance: the right is allowed to its end, the wrong up to its fault."""
 
 import json
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 
@@ -11,7 +12,15 @@ from hypothesis import strategies as st
 from moonshard.serving.chat.thoughts import Start
 from moonshard.serving.constrained.answer import Calls, answer_grammar, call_grammar
 from moonshard.serving.constrained.grammars import GrammarError
-from moonshard.serving.constrained.parts import Part, choice_part, json_part, lark_part, object_part, regex_part
+from moonshard.serving.constrained.parts import (
+    Part,
+    PartError,
+    choice_part,
+    json_part,
+    lark_part,
+    object_part,
+    regex_part,
+)
 from tests.serving.constrained.vocabulary import (
     ARGUMENTS_BEGIN,
     CALL_BEGIN,
@@ -195,3 +204,11 @@ def test_no_expression_or_grammar_reaches_beyond_its_place(text: str):
         assert [other["name"] for other in others] == ["form"]
         with suppress(GrammarError):
             assert accepted(GRAMMARS, form(part, "inside"), "Hm.</think></think>") == "Hm.</think>"
+
+
+@pytest.mark.parametrize("text", ["\n" * 200_000, " \n" * 100_000, " " * 200_000], ids=["lines", "both", "spaces"])
+def test_white_space_alone_is_no_grammar_and_takes_no_time(text: str):
+    begun_s = time.thread_time()
+    with pytest.raises(PartError):
+        lark_part(text, "grammar")
+    assert time.thread_time() - begun_s < 2

@@ -73,8 +73,8 @@ def test_what_cannot_be_served_is_refused_with_one_line_and_the_same_each_time(g
     assert len(said[0]) <= module.MAX_MESSAGE_CHARS
 
 
-def test_a_grammar_that_takes_too_long_is_refused(monkeypatch: pytest.MonkeyPatch, grammars: Grammars):
-    monkeypatch.setattr(module, "MAX_COMPILE_S", 0.0)
+def test_a_grammar_that_takes_too_long_is_refused(tokenizer: Tokenizer):
+    grammars = Grammars(tokenizer, [tokenizer.special_tokens[EOS]], max_compile_s=0.0)
     with pytest.raises(GrammarError, match="too complex"):
         grammars.matcher("start: /[a-z]{100}/")
 
@@ -97,14 +97,56 @@ def test_a_grammar_is_compiled_once_and_each_matcher_is_its_own(monkeypatch: pyt
     assert compiled == ['start: "ab"']
 
 
-def test_what_was_used_last_is_kept(monkeypatch: pytest.MonkeyPatch, grammars: Grammars):
-    monkeypatch.setattr(module, "MAX_KEPT", 2)
+def test_what_was_used_last_is_kept(tokenizer: Tokenizer):
+    grammars = Grammars(tokenizer, [tokenizer.special_tokens[EOS]], max_kept=2)
     texts = [f'start: "{letter}"' for letter in "abc"]
     grammars.matcher(texts[0])
     grammars.matcher(texts[1])
     grammars.matcher(texts[0])
     grammars.matcher(texts[2])
     assert [grammars.has(text) for text in texts] == [True, False, True]
+
+
+def test_what_took_long_to_compile_leaves_less_room(monkeypatch: pytest.MonkeyPatch, grammars: Grammars):
+    """It is large: memory is bounded by this."""
+    compile = Grammars._compiled
+
+    def slowly(self: Grammars, text: str):
+        kept = compile(self, text)
+        kept.taken_s = 0.4 * module.MAX_KEPT_S
+        return kept
+
+    monkeypatch.setattr(Grammars, "_compiled", slowly)
+    texts = [f'start: "{letter}"' for letter in "abcd"]
+    for text in texts:
+        grammars.matcher(text)
+    assert [grammars.has(text) for text in texts] == [False, False, True, True]
+
+
+def test_a_grammar_that_is_worn_is_compiled_anew_and_had_meanwhile(grammars: Grammars):
+    text = 'start: "ab"'
+    grammars.matcher(text)
+    grammars.used(text, module.MAX_USED_TOKENS)
+    assert not grammars.has(text)
+    assert mask(grammars.matcher(text))
+    assert not grammars.has(text), "only `prepare` compiles it"
+    grammars.prepare(text)
+    assert grammars.has(text)
+
+
+def test_matchers_of_a_lexer_that_is_spent_fail_and_the_next_are_good_again(grammars: Grammars):
+    """As llguidance has it: all copies of a matcher share its lexer."""
+    text = r"start: /(.|\n)*(e|t)(.|\n){40}/"
+    matcher, random = grammars.matcher(text), np.random.default_rng(0)
+    while not matcher.is_error():
+        may = sorted(mask(matcher) - set(grammars.end_ids))
+        if not may or not matcher.consume_token(may[random.integers(len(may))]):
+            break
+    spent = grammars.matcher(text)
+    spent.compute_bitmask()
+    assert spent.is_error()
+    grammars.drop(text)
+    assert mask(grammars.matcher(text))
 
 
 def test_a_grammar_that_is_there_is_had_while_another_is_compiled(monkeypatch: pytest.MonkeyPatch, grammars: Grammars):
@@ -135,6 +177,18 @@ def test_rows_of_the_embedding_beyond_the_tokenizer_are_never_allowed(tokenizer:
     assert len(bits) >= tokenizer.vocab_size + 100
     assert bits[: tokenizer.vocab_size].any()
     assert not bits[tokenizer.vocab_size :].any()
+
+
+def test_a_tokenizer_larger_than_the_model_allows_what_the_model_has(tokenizer: Tokenizer):
+    narrow = Grammars(tokenizer, [tokenizer.special_tokens[EOS], 5], 1000)
+    assert narrow.end_ids == [5]
+    matcher, words = narrow.matcher(r"start: /(.|\n)*/"), np.zeros(narrow.num_mask_words, np.uint32)
+    matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+    assert words.any()
+    assert len(words) == -(-1000 // 32)
+    assert not np.unpackbits(words.view(np.uint8), bitorder="little")[1000:].any()
+    with pytest.raises(GrammarError, match="no end token"):
+        Grammars(tokenizer, [tokenizer.special_tokens[EOS]], 1000)
 
 
 def test_a_model_without_end_tokens_has_no_grammars(tokenizer: Tokenizer):

@@ -88,3 +88,24 @@ def test_a_feature_is_found_where_it_stands_and_not_where_a_property_has_its_nam
     }
     assert {words: place_of(schema, words) for words in places} == places
     assert place_of({"oneOf": [], "items": {"oneOf": []}}, "oneOf constraints are not supported") is None
+
+
+@pytest.mark.parametrize(
+    "nest",
+    [
+        lambda inner: {"type": "object", "properties": {"a": inner}, "required": ["a", "a"]},
+        lambda inner: {"type": ["object", "object"], "properties": {"a": inner}, "required": ["a"]},
+    ],
+    ids=["required", "types"],
+)
+def test_a_schema_that_asks_for_the_same_again_and_again_is_looked_at_once(nest):
+    """At twice the work for each level these 45 would take years."""
+    schema: dict[str, object] = {"type": "string"}
+    for _ in range(45):
+        schema = nest(schema)
+    check_schema(schema)
+    endless: dict[str, object] = {"$ref": "#"}
+    for _ in range(18):
+        endless = nest(endless)
+    with pytest.raises(SchemaError, match="no end"):
+        check_schema({"type": "object", "properties": {"b": endless}, "required": ["b"]})

@@ -88,6 +88,27 @@ async def test_a_request_that_ends_while_it_waits_is_never_begun(monkeypatch: py
         assert worker.engine.counters().totals.num_prefill_steps == num_begun + 1
 
 
+async def test_a_request_that_comes_again_while_it_waits_is_the_one_that_is_begun(monkeypatch: pytest.MonkeyPatch):
+    held = Held(monkeypatch)
+    async with serving() as (_, address):
+        gone, gateway = Gateway(address), Gateway(address)
+        await gone.hello()
+        await gateway.hello()
+        ends = grammars().end_ids
+        await gone.call.write(run_message(1, PROMPT, 30, grammar=LETTERS, stop_token_ids=ends))
+        assert await asyncio.to_thread(held.has_begun.wait, 60)
+        await gone.cancel(1)
+        await gone.run(2, PROMPT, 2)
+        await gone.outputs(1)  # behind the cancel
+        again = run_message(1, PROMPT, 7, grammar=LETTERS, stop_token_ids=ends)
+        await gateway.call.write(again)
+        await gateway.call.write(again)  # says nothing new
+        await gateway.run(3, PROMPT, 2)
+        await gateway.outputs(1)
+        held.go_on()
+        assert len((await gateway.outputs(1))[1]) <= 7
+
+
 async def test_a_drain_waits_for_whoever_waits(monkeypatch: pytest.MonkeyPatch):
     held = Held(monkeypatch)
     async with serving() as (worker, address):
