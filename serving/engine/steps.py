@@ -12,13 +12,13 @@ import enum
 import itertools
 import math
 from dataclasses import dataclass
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from moonshard.kv.blocks import PLAIN, BlockGroups
-from moonshard.serving.constrained.masks import LateMasks
 from moonshard.serving.control.request import MAX_LOGIT_BIAS, MAX_STOP_TOKENS
 from moonshard.serving.control.sampling_parameters import PARAMETERS, Parameter
 
@@ -37,6 +37,18 @@ class StepKind(enum.Enum):
     NOTE = "note"  # the last stage's draws come to the first
 
 
+class DrawMasks(Protocol):
+    """Which tokens the rows of a step's draws may draw, known only once the forward pass runs."""
+
+    def __call__(self) -> np.ndarray:
+        """[partitions x slots, words] uint32: bit t % 32 of word t // 32 says whether token t may be drawn."""
+        ...
+
+    def tell(self, tokens: np.ndarray, num_emitted: np.ndarray) -> None:
+        """What the step drew, in its plan's order: [sequences, positions], and how many of each are the sequence's."""
+        ...
+
+
 type ProgramKey = tuple[StepKind, int]  # a kind and its bucket; 0 for the kinds that have a single size
 
 
@@ -52,7 +64,7 @@ class Step:
     bucket: int  # per partition: padded tokens, rows, or blocks; 0 for the kinds that have a single size
     metadata: np.ndarray  # [partitions, size of the layout], int32
     sampling: np.ndarray | None = None  # likewise of the draws' layout; None where nobody draws
-    allowed: LateMasks | None = None  # of the draws, computed once the forward pass runs; None: any token
+    allowed: DrawMasks | None = None  # None: any token
     draws: tuple[int, ...] = ()  # rows of the plan's tokens, in its order; row r of partition p is p * slots + r
     partition: int = 0  # whose blocks an export or a land moves
     num_blocks: int = 0  # of an export or a land; the rest of the bucket is padding

@@ -17,7 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from moonshard.rpc.status import Cancelled, RequestError, Unavailable
 from moonshard.serving.gateway.caller import first_values
 from moonshard.serving.gateway.http.cross_origin import METHODS, preflight_response, readable_headers
-from moonshard.serving.gateway.http.errors import error_response, late_headers
+from moonshard.serving.gateway.http.errors import error_response, is_anthropics, late_headers
 from moonshard.serving.gateway.http.strangers import Strangers
 from moonshard.serving.gateway.intake.body import Body
 from moonshard.serving.gateway.intake.bounds import Intake
@@ -61,7 +61,8 @@ class Edge:
             is_started = True
             if message["type"] == "http.response.start":
                 self._count(scope["path"], message["status"])
-                marked = [*message["headers"], (b"x-request-id", request_id.encode())]
+                names = (b"x-request-id", b"request-id") if is_anthropics(scope["path"]) else (b"x-request-id",)
+                marked = [*message["headers"], *((name, request_id.encode()) for name in names)]
                 message["headers"] = [*marked, *readable_headers(self._strangers, headers, marked)]
             await send(message)
 

@@ -30,7 +30,7 @@ def error_response(
     """`path`: what was asked for, by which the shape is chosen."""
     accepted = {"accept-encoding": ACCEPTED} if isinstance(error, UnsupportedEncoding) else {}
     headers = advice(error) | accepted | dict(headers)
-    body = anthropic_error(error) if _is_anthropics(path) else openai_error(error)
+    body = anthropic_error(error) if is_anthropics(path) else openai_error(error)
     return json_response(body, status=error.http_status, headers=headers)
 
 
@@ -53,7 +53,7 @@ async def _http_error(request: Request, error: Exception) -> Response:
     status = error.status_code if isinstance(error, HTTPException) else 500
     message = f"{request.method} {request.url.path}: {error.detail if isinstance(error, HTTPException) else error}"
     headers = dict(error.headers or {}) if isinstance(error, HTTPException) else {}
-    if _is_anthropics(request.url.path):
+    if is_anthropics(request.url.path):
         return json_response(anthropic_http_error(status, message), status=status, headers=headers)
     body = {"message": message, "type": "invalid_request_error", "param": None, "code": None}
     return json_response({"error": body}, status=status, headers=headers)
@@ -64,5 +64,5 @@ async def _internal_error(request: Request, _error: Exception) -> Response:
     return error_response(InternalError("internal error"), path=request.url.path)
 
 
-def _is_anthropics(path: str) -> bool:
+def is_anthropics(path: str) -> bool:
     return path == MESSAGES_PATH or path.startswith(f"{MESSAGES_PATH}/")

@@ -59,7 +59,7 @@ def _said(role: str, texts: list[TextPart], *, is_needed: bool = False) -> list[
 
 
 def _result(block: TurnBlock, where: str) -> Message:
-    call_id = _given(block.tool_use_id, f"{where}.tool_use_id")
+    call_id = _given(block.tool_use_id or None, f"{where}.tool_use_id")
     content = "" if block.content is None else _text(block.content, f"{where}.content")
     return Message(role="tool", tool_call_id=call_id, content=content)
 

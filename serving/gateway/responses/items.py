@@ -43,7 +43,7 @@ def _add(messages: list[Message], item: Item, where: str) -> None:
             turn.tool_calls = [*(turn.tool_calls or ()), _call(item, where)]
         case "function_call_output":
             output = _text(_given(item.output, f"{where}.output"), f"{where}.output")
-            call_id = _given(item.call_id, f"{where}.call_id")
+            call_id = _given(item.call_id or None, f"{where}.call_id")
             messages.append(Message(role="tool", tool_call_id=call_id, content=output))
         case _:
             name = f"{where}.type"

@@ -335,6 +335,9 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (user({"type": "text"}), "messages[0].content[0].text"),
     (user({"type": "tool_result", "tool_use_id": "a", "content": [PICTURE]}), "messages[0].content[0].content[0].type"),
     (user({"type": "tool_result", "content": "a"}), "messages[0].content[0].tool_use_id"),
+    (user({"type": "tool_result", "tool_use_id": "", "content": "a"}), "messages[0].content[0].tool_use_id"),
+    ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format.schema"),
+    ({"context_management": {"edits": [{"type": "compact_20260112"}]}}, "context_management.edits[0].type"),
     (assistant({"type": "redacted_thinking", "data": "a"}), "messages[1].content[0].type"),
     (assistant({"type": "server_tool_use", "id": "a", "name": "web_search"}), "messages[1].content[0].type"),
     (assistant({"type": "tool_use", "name": "f", "input": {}}), "messages[1].content[0].id"),
@@ -463,6 +466,13 @@ async def test_a_key_is_asked_for_in_anthropics_shape(worker: FakeWorker, keys: 
         assert (refused.status_code, refused.json()["error"]["type"]) == (401, "authentication_error")
         say(worker, tokens_of("</think>Hi"))
         assert (await http.post(URL, json=ASKED, headers={"x-api-key": "one"})).status_code == 200
+
+
+async def test_what_claude_code_asks_of_a_context_unasked_is_taken(http: httpx.AsyncClient, worker: FakeWorker):
+    edits = [{"type": "clear_thinking_20251015", "keep": "all"}, {"type": "clear_tool_uses_20250919"}]
+    answer = await http.post(URL, json=ASKED | {"context_management": {"edits": edits}})
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["request-id"] == answer.headers["x-request-id"]
 
 
 async def test_any_tool_is_a_required_call_whose_grammar_reaches_the_workers(

@@ -262,6 +262,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"input": [{"role": "user"}]}, "input[0].content"),
     ({"input": [{"type": "function_call", "name": "f", "arguments": "{}"}]}, "input[0].call_id"),
     ({"input": [{"type": "function_call_output", "call_id": "f"}]}, "input[0].output"),
+    ({"input": [{"type": "function_call_output", "call_id": "", "output": "a"}]}, "input[0].call_id"),
     (
         {"input": [{"type": "reasoning", "id": "r", "summary": [], "encrypted_content": "x"}]},
         "input[0].encrypted_content",
@@ -338,3 +339,9 @@ async def test_a_required_call_and_a_schema_reach_the_workers_as_a_grammar(http:
         assert (await http.post(URL, json=ASKED | asked)).status_code == 200
         (run,) = worker.runs
         assert '"json_schema":' + json.dumps(CITY, separators=(",", ":"))[:-1] in run.grammar
+
+
+async def test_a_choice_that_is_no_utf_8_is_refused(http: httpx.AsyncClient):
+    body = json.dumps(ASKED).encode()[:-1] + b',"tool_choice":{"type":"function","name":"\xff"}}'
+    response = await http.post(URL, content=body, headers={"content-type": "application/json"})
+    assert response.status_code == 400, response.text
