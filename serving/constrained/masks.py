@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple, final
 
 import numpy as np
 
-from moonshard.serving.constrained.grammars import shortened
+from moonshard.serving.constrained.grammars import GrammarError, shortened
 from moonshard.serving.control.plan import DecodePlan, Plan, PrefillPlan
 from moonshard.serving.control.request import Request, SequenceId
 
@@ -213,8 +213,10 @@ def _drawn_for(plan: Plan) -> Iterable[tuple[SequenceId, Request, int]]:
             return ()
 
 
-def _none() -> "Grammars":
-    raise ValueError("this worker serves no grammars")
+def no_masks() -> Masks:
+    """Of an engine that serves no grammars."""
 
+    def none() -> "Grammars":
+        raise GrammarError("this worker serves no grammars")
 
-NO_MASKS = Masks(_none, 0)
+    return Masks(none, 0)

@@ -12,7 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from moonshard.serving.constrained.masks import NO_MASKS, LateMasks, Masks, Place
+from moonshard.serving.constrained.grammars import GrammarError
+from moonshard.serving.constrained.masks import LateMasks, Masks, Place, no_masks
 from moonshard.serving.control.batching.counters import Counters
 from moonshard.serving.control.batching.queue import NeverFits
 from moonshard.serving.control.batching.scheduler import Scheduler
@@ -40,7 +41,7 @@ class Engine:
         executor: Executor,
         encoder: StepEncoder,
         events: EngineEvents,
-        masks: Masks = NO_MASKS,
+        masks: Masks | None = None,
         num_stages: int = 1,
     ):
         self._scheduler = scheduler
@@ -52,7 +53,7 @@ class Engine:
             on_done=functools.partial(self._on_loop, self._complete),
             on_failed=functools.partial(self._on_loop, self.fail),
         )
-        self._masks = masks
+        self._masks = masks or no_masks()
         self._plans: dict[int, Plan] = {}  # in flight
         self._late: dict[int, LateMasks] = {}  # of those with constrained rows
         self._exchange = BlockExchange(encoder, self._device.submit)
@@ -175,7 +176,7 @@ class Engine:
     def _places(self, request: Request, generated: Mapping[int, tuple[int, ...]]) -> Mapping[int, Place]:
         try:
             return self._masks.places(request.grammar, generated) if request.grammar else {}
-        except ValueError as error:  # GrammarError, whose module takes long to import
+        except GrammarError as error:
             raise NeverFits("grammar", str(error)) from error
 
     def _launch(self) -> None:

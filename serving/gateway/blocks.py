@@ -51,6 +51,14 @@ class Blocks:
         self.is_open = False  # the last one
         self._made: list[ToolCallPart] = []  # what comes with the next delta
 
+    def add(self, event: pb.TokenIds | CallsMade | pb.Delta) -> None:
+        """Takes an event of the pipeline's, of which nobody is told before the end."""
+        if isinstance(event, CallsMade):
+            self.calls(event)
+        elif isinstance(event, pb.Delta):
+            for _ in self.delta(event):
+                pass
+
     def calls(self, made: CallsMade) -> None:
         self._made += made.calls
 

@@ -10,6 +10,7 @@ from moonshard.kv.prefix import NAME_BYTES, block_names, split_names
 from moonshard.rpc import inference_pb2, link_pb2
 from moonshard.rpc.link import REQUEST_ID_BYTES
 from moonshard.rpc.status import InvalidArgument, Overloaded, RequestError
+from moonshard.serving.constrained.grammars import MAX_GRAMMAR_CHARS
 from moonshard.serving.control.batching.queue import NeverFits, QueueFull, QueueTimeout, Rejected
 from moonshard.serving.control.request import (
     MAX_CHOICES,
@@ -25,7 +26,6 @@ from moonshard.serving.engine.clocks import Phases
 from moonshard.serving.engine.events import Emitted
 
 MAX_ROOT_BYTES = 64
-MAX_GRAMMAR_CHARS = 1 << 20  # what is compiled is bounded again
 MAX_BIAS = 100.0  # what the public API allows
 
 _FINISH = {

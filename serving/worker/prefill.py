@@ -152,8 +152,13 @@ class PrefillHandoffs:
         self._do(self._publications.close(link))
 
     def turned_down(self, handoff: bytes, message: link_pb2.WorkerMessage) -> None:
-        """The engine's queue was too long for a prefill of ours, which it refused; nothing of it had begun."""
-        self._withdraw(handoff).send(message)
+        """The engine has ended a prefill of ours: it waited too long to begin, or its first token cannot be drawn."""
+        if self._publications.has_begun(handoff):
+            owner = self._publications.owner_of(handoff)
+            owner.send(message)
+            self.give_up(handoff, owner)
+        else:
+            self._withdraw(handoff).send(message)
 
     # ---- what the engine says
 

@@ -98,6 +98,14 @@ class Publications[Owner: Hashable]:
     def is_of(self, handoff: bytes, owner: Owner) -> bool:
         return handoff in self._legs and self._legs[handoff].owner == owner
 
+    def owner_of(self, handoff: bytes) -> Owner:
+        """Of a handoff that is here."""
+        return self._legs[handoff].owner
+
+    def has_begun(self, handoff: bytes) -> bool:
+        """Whether a step of its prefill was launched: what follows from that is to be given up, not withdrawn."""
+        return self._legs[handoff].partition is not None
+
     def is_being_given_up(self, handoff: bytes) -> bool:
         """Whether the handoff was given up and is not over yet: it cannot begin again before that."""
         return handoff not in self._legs and self._side.holds(handoff)

@@ -136,11 +136,7 @@ class Whole:
         self._answer = answer
 
     def add(self, event: pb.TokenIds | CallsMade | pb.Delta) -> None:
-        if isinstance(event, CallsMade):
-            self._answer.blocks.calls(event)
-        elif isinstance(event, pb.Delta):
-            for _ in self._answer.blocks.delta(event):
-                pass
+        self._answer.blocks.add(event)
 
     def body(self, summary: pb.Summary) -> bytes:
         for _ in self._answer.end():

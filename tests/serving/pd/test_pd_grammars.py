@@ -2,13 +2,16 @@
 
 import asyncio
 
+import grpc
+import numpy as np
 import pytest
 
+from moonshard.serving.constrained import masks as late_masks
 from moonshard.serving.control.sampling_parameters import Sampling
 from tests.agreement import assert_drawn_from, reference
 from tests.engine_room import grammars, long_text
 from tests.serving.engine.test_engine_grammars import JSON, LETTERS, allowed
-from tests.serving.pd.pd_pair import run, running
+from tests.serving.pd.pd_pair import run, running, until_as_it_began
 
 pytestmark = pytest.mark.xdist_group("jax")
 
@@ -50,3 +53,25 @@ async def test_choices_of_one_handoff_have_places_of_their_own():
         answer = await pair.ask(each)
         for choice in range(3):
             assert_keeps_to(each, answer.tokens[choice], Sampling(temperature=1.5, seed=3), choice)
+
+
+async def test_a_first_token_that_cannot_be_drawn_ends_its_handoff_and_no_worker(monkeypatch: pytest.MonkeyPatch):
+    compute, spoilt = late_masks.Masks.compute, list[late_masks.Place]()
+
+    def compute_and_fail(masks: late_masks.Masks, rows: list[late_masks.Row]) -> np.ndarray:
+        found = compute(masks, rows)
+        if not spoilt:
+            spoilt.append(rows[0].place)
+            rows[0].place.fault = "it is too complex"
+        return found
+
+    monkeypatch.setattr(late_masks.Masks, "compute", compute_and_fail)
+    async with running() as pair:
+        answer = await pair.ask(constrained(LETTERS, 300))
+        assert answer.failed is not None
+        assert (answer.failed.code, answer.failed.field) == (grpc.StatusCode.INVALID_ARGUMENT.value[0], "grammar")
+        assert not answer.tokens
+        await until_as_it_began(pair.prefill)
+        await until_as_it_began(pair.decode)
+        each = constrained(LETTERS, 300)
+        assert_keeps_to(each, (await pair.ask(each)).tokens[0], Sampling(temperature=0.0))
