@@ -85,11 +85,6 @@ class Cluster:
         port = int(self.workers[role, index].rpartition(":")[2])
         return next(pid for pid in self._children(role) if _listens(pid, port))
 
-    def has_pid(self, role: str, index: int = 0) -> bool:
-        """Whether the worker's present process listens yet."""
-        port = int(self.workers[role, index].rpartition(":")[2])
-        return any(_listens(pid, port) for pid in self._children(role))
-
     def _children(self, command: str) -> list[int]:
         """The child processes of `serve` that run a command."""
         children = subprocess.run(
