@@ -203,7 +203,7 @@ def test_a_broken_line_is_its_own_row_and_the_others_run(scripted, tmp_path, cap
     assert run(path, "--url", scripted.url, "--out", out, "--json", summary) == 1
     told = json.loads(summary.read_text())
     assert (told["success_count"], told["failure_count"]) == (2, 1)
-    broken, *others = sorted(read(out), key=lambda line: line["status"])
+    broken, *others = sorted(read(out), key=lambda line: (line["status"], line["data_index"]))
     assert [line["data_index"] for line in others] == [1, 3]
     assert (broken["data_index"], broken["status"], broken["request"]) == (2, "failed", None)
     assert "not JSON" in capsys.readouterr().out
