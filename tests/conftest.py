@@ -6,10 +6,13 @@ Hypothesis is told that no example has a deadline: on a shared machine that woul
 set its examples are the same in every run, so that a failure there is due to the change; all other runs look for more.
 Tests marked `unoptimised` compile more than they run, so XLA optimises nothing for them. What holds for one order of
 instructions holds for another; where it does not, `make test-slow` finds it, which compiles them as users do.
+Tests that interrupt a run, their own or one that they started, mean one in the foreground, wherever they run.
 """
 
 import os
+import signal
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -32,7 +35,15 @@ def _prepare_jax() -> None:
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 
 
+def _heed_interrupts() -> None:
+    """A shell lets what it runs in the background ignore SIGINT, and so would all that tests start."""
+    is_main = threading.current_thread() is threading.main_thread()
+    if is_main and signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 _prepare_jax()
+_heed_interrupts()
 os.environ.setdefault("XDG_STATE_HOME", str(Path(__file__).parent.parent / ".cache" / "state"))
 settings.register_profile("moonshard", deadline=None, derandomize="CI" in os.environ)
 settings.load_profile("moonshard")
