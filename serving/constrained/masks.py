@@ -51,15 +51,21 @@ class Place:
         """Whether the grammar says what comes next."""
         return not self.is_over and self.fault is None
 
-    def look_ahead(self, draft: Sequence[int], masks: np.ndarray, end_ids: Collection[int]) -> None:
-        """Writes what may follow each guess into `masks` [guesses, words], and stays where it is."""
+    def look_ahead(self, draft: Sequence[int], masks: np.ndarray, grammars: "Grammars") -> None:
+        """Writes what may follow each guess into `masks` [guesses, words], and stays where it is.
+
+        A matcher that fails on the way has nothing to go back to: the next mask finds its error.
+        """
         num_ahead = 0
         for token, line in zip(draft, masks, strict=False):
-            if token in end_ids or not self.matcher.try_consume_tokens([token]):
+            if token in grammars.end_ids:
+                masks[num_ahead:] = grammars.end_mask
+                break
+            if not self.matcher.try_consume_tokens([token]):
                 break
             num_ahead += 1
             self.matcher.unsafe_compute_mask_ptr(line.ctypes.data, line.nbytes)
-        if num_ahead:
+        if num_ahead and not self.matcher.is_error():
             self.matcher.rollback(num_ahead)
 
     def follow(self, num_tokens: int, end_ids: Collection[int]) -> None:
@@ -180,7 +186,8 @@ class Masks:
         if place is None or len(place.tokens) != len(tokens):
             return ()
         place.follow(len(tokens), self._grammars().end_ids)
-        return tuple(place.matcher.compute_ff_tokens()[:most]) if place.is_open else ()
+        is_sound = place.is_open and not place.matcher.is_error()
+        return tuple(place.matcher.compute_ff_tokens()[:most]) if is_sound else ()
 
     def close(self) -> None:
         """Whoever waits for tokens gets Closed."""
@@ -206,7 +213,6 @@ class Masks:
             row.place.follow(row.num_tokens, grammars.end_ids)
         found = np.full((self._num_draws, grammars.num_mask_words), ANY_TOKEN, np.uint32)
         self._fill(found, [row for row in rows if row.place.is_open])
-        further = self._behind_guesses(found, rows, grammars, q_len) if q_len > 1 else found
         for row in rows:
             grammars.used(row.place.grammar, 1 + len(row.draft))
             if row.place.is_over:
@@ -216,20 +222,23 @@ class Masks:
             if row.place.fault is not None:
                 grammars.drop(row.place.grammar)
                 found[row.draw] = ANY_TOKEN
-        return further
+        return self._behind_guesses(found, rows, grammars, q_len) if q_len > 1 else found
 
     def _behind_guesses(self, first: np.ndarray, rows: Sequence[Row], grammars: "Grammars", q_len: int) -> np.ndarray:
-        """The masks of all positions, of which the first ones are given; `first` becomes a view of them.
+        """The masks of all positions, of which the first ones are given.
 
-        Behind a guess that its grammar does not allow, or that ends it, no row goes on, and the masks do not matter.
+        Behind a guess that its grammar does not allow no row goes on, and the masks do not matter.
         """
         slots = self._num_draws // self._num_partitions
         every = np.full((self._num_partitions, q_len, slots, first.shape[1]), ANY_TOKEN, np.uint32)
         every[:, 0] = first.reshape(self._num_partitions, slots, -1)
         for row in rows:
             partition, slot = divmod(row.draw, slots)
-            if row.place.is_open:
-                row.place.look_ahead(row.draft, every[partition, 1:, slot], grammars.end_ids)
+            masks = every[partition, 1:, slot]
+            if row.place.is_over:
+                masks[:] = grammars.end_mask
+            elif row.place.is_open:
+                row.place.look_ahead(row.draft, masks, grammars)
         return every.reshape(-1, first.shape[1])
 
     def _fill(self, found: np.ndarray, rows: Sequence[Row]) -> None:

@@ -139,6 +139,17 @@ def test_constrained_sequences_keep_to_their_grammar_and_their_tokens(grammar, r
             assert_keeps_to(drafted, each)
 
 
+def test_behind_the_end_of_a_grammar_only_ends_are_drawn_with_drafts_too():
+    """Where stops are banned the end comes all the same, and the sequence goes on until its stops may end it."""
+    asked = [constrained('start: "yes" | "no"', 20, sampling=each, min_tokens=9) for each in SAMPLINGS[:2]]
+    plain = serve(asked)
+    drafted = serve(asked, drafters=knowing(plain, lambda position: True), q_len=Q_LEN)
+    assert drafted.tokens == plain.tokens
+    assert drafted.finish == plain.finish
+    assert drafted.num_accepted > 0
+    assert all(len(plain.of(each)) == 10 and set(plain.of(each)[-6:]) <= END_IDS for each in asked)
+
+
 @pytest.mark.parametrize(("mesh", "rules"), FEW, ids=lambda each: str(each).split("(")[0])
 def test_over_a_mesh_each_row_of_each_partition_has_its_own_guesses_and_masks(mesh, rules):
     shard = Shard(mesh=mesh, rules=rules)
