@@ -26,7 +26,10 @@ class Lookup:
         known = self._tokens[: self._num_tokens]
         tokens = np.concatenate([known, np.asarray(guessed, np.int32)]) if guessed else known
         begin = _end_of_match(tokens)
-        return () if begin is None else tuple(tokens[begin : begin + most].tolist())
+        if begin is None:
+            return ()
+        repeated = tokens[begin:]  # what repeats itself goes on to: a guess may be longer than that
+        return tuple(np.resize(repeated, most).tolist())
 
     def _take(self, generated: Sequence[int]) -> None:
         end = self._num_prompt + len(generated)
