@@ -103,7 +103,7 @@ def load_slot(
 
 
 def draw(
-    logits: Float[Array, "b v"],
+    logits: Float[Array, "some v"],
     rows: RowSampling,
     slots: SlotState[Array],
     slot_of_row: Int[Array, "b"],
@@ -111,7 +111,9 @@ def draw(
     *,
     num_top: int,
     tile: int,
-    allowed: UInt[Array, "b words"] | None = None,
+    allowed: UInt[Array, "masks words"] | None = None,
+    begin: Int[Array, ""] | int = 0,
+    takes_part: Bool[Array, "b"] | None = None,
 ) -> tuple[Draws, SlotState[Array]]:
     """Draws one token for each of the first `num_rows` rows and notes it in the row's slot.
 
@@ -122,17 +124,24 @@ def draw(
         tile: rows that are drawn at once, a divisor of b. On CPU one: each row then pays for what it asks for itself.
         allowed: 32-bit words; bit t % 32 of word t // 32 says whether token t may be drawn. Looked at for masked rows
             alone; at least one bit of each. None where no row is masked, and nothing of the program.
+        begin: where among those of `logits` and `allowed` the rows' own begin, which are b.
+        takes_part: a row that does not draws for nobody, and a tile without any draws nothing. None: all do.
     """
-    num_padded, size = len(logits), min(num_top, logits.shape[1])
+    num_padded, size = len(slot_of_row), min(num_top, logits.shape[1])
+
+    def of_tile(leaves, start):
+        return jax.tree.map(lambda leaf: jax.lax.dynamic_slice_in_dim(leaf, start, tile), leaves)
 
     def draw_tile(index: Int[Array, ""], drawn: Draws) -> Draws:
-        own_logits, own, own_slots, own_allowed = jax.tree.map(
-            lambda leaf: jax.lax.dynamic_slice_in_dim(leaf, index * tile, tile), (logits, rows, slot_of_row, allowed)
-        )
+        own_logits, own_allowed = of_tile((logits, allowed), begin + index * tile)
+        own, own_slots = of_tile((rows, slot_of_row), index * tile)
         found = _draw_tile(own_logits, own, slots, own_slots, own_allowed, num_top)
         return jax.tree.map(
             lambda whole, part: jax.lax.dynamic_update_slice_in_dim(whole, part, index * tile, axis=0), drawn, found
         )
+
+    def draw_if_any(index: Int[Array, ""], drawn: Draws) -> Draws:
+        return jax.lax.cond(jnp.any(of_tile(takes_part, index * tile)), lambda: draw_tile(index, drawn), lambda: drawn)
 
     nothing = Draws(
         tokens=jnp.zeros(num_padded, jnp.int32),
@@ -140,8 +149,12 @@ def draw(
         top_ids=jnp.zeros((num_padded, size), jnp.int32),
         top_logprobs=jnp.zeros((num_padded, size)),
     )
-    drawn = jax.lax.fori_loop(0, (num_rows + tile - 1) // tile, draw_tile, nothing)
-    noted = jnp.where(jnp.arange(num_padded) < num_rows, slot_of_row, len(slots.output_counts))
+    each = draw_tile if takes_part is None else draw_if_any
+    drawn = jax.lax.fori_loop(0, (num_rows + tile - 1) // tile, each, nothing)
+    is_noted = jnp.arange(num_padded) < num_rows
+    if takes_part is not None:
+        is_noted &= takes_part
+    noted = jnp.where(is_noted, slot_of_row, len(slots.output_counts))
     counts = slots.output_counts.at[noted, drawn.tokens].add(1, mode="drop")
     return drawn, replace(slots, output_counts=counts)
 

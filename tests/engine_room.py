@@ -16,6 +16,7 @@ from moonshard.serving.constrained.grammars import Grammars, load_grammars
 from moonshard.serving.constrained.masks import Masks
 from moonshard.serving.control.batching.queue import Rejected
 from moonshard.serving.control.batching.scheduler import Scheduler, SchedulerConfig
+from moonshard.serving.control.drafting.drafter import Drafters
 from moonshard.serving.control.plan import PrefillPlan
 from moonshard.serving.control.request import Logprobs, Request, SequenceId
 from moonshard.serving.deploy.startup import programs_folder
@@ -41,15 +42,15 @@ Q_TILE = 32
 TRANSFER_BUCKETS = (1, 2, 4)
 
 
-def programs(name: str = "kimi_k2", worker: int = 0, shard: Shard = ALONE) -> Programs:
+def programs(name: str = "kimi_k2", worker: int = 0, shard: Shard = ALONE, q_len: int = 1) -> Programs:
     """Programs that are each prepared by their first launch; another `worker` gets pages of its own."""
-    return _programs(name, worker, shard)
+    return _programs(name, worker, shard, q_len)
 
 
 @compiled_once
-def _programs(name: str, worker: int, shard: Shard) -> Programs:
+def _programs(name: str, worker: int, shard: Shard, q_len: int) -> Programs:
     del worker  # only tells one from another
-    return at_first_launch(uncompiled_programs(name, shard=shard))
+    return at_first_launch(uncompiled_programs(name, shard=shard, q_len=q_len))
 
 
 def prepared(programs: Programs) -> Programs:
@@ -81,7 +82,9 @@ def program_store() -> ProgramStore:
     return ProgramStore(folder)
 
 
-def uncompiled_programs(name: str = "kimi_k2", dtype: str = "float32", shard: Shard = ALONE) -> Programs:
+def uncompiled_programs(
+    name: str = "kimi_k2", dtype: str = "float32", shard: Shard = ALONE, q_len: int = 1
+) -> Programs:
     """For a test that launches few of them: each is compiled by its first launch."""
     model = reference(name).model
     # one bucket of each kind: what buckets do is seen on one device and with one model
@@ -92,6 +95,7 @@ def uncompiled_programs(name: str = "kimi_k2", dtype: str = "float32", shard: Sh
         columns_per_sequence=MAX_CONTEXT_TOKENS // BLOCK_SIZE,
         max_context_tokens=MAX_CONTEXT_TOKENS,
         q_tile=Q_TILE,
+        q_len=q_len,
         prefill_buckets=(CHUNK_TOKENS,) if is_small else buckets(CHUNK_TOKENS, Q_TILE),
         decode_buckets=(NUM_SLOTS,) if is_small else buckets(NUM_SLOTS),
         transfer_buckets=TRANSFER_BUCKETS,
@@ -116,6 +120,9 @@ class Run:
     num_cached_tokens: int = 0
     num_wasted_tokens: int = 0
     num_prefill_steps: int = 0
+    num_decode_steps: int = 0
+    num_guessed: int = 0
+    num_accepted: int = 0
     turned_down: dict[bytes, Rejected] = field(default_factory=dict)
 
     def of(self, request: Request, choice: int = 0) -> list[int]:
@@ -140,16 +147,18 @@ def serve(
     on_step: Callable[[Engine, Run], None] = lambda engine, run: None,
     max_prefill_sequences: int = 8,
     shard: Shard = ALONE,
+    drafters: Drafters | None = None,
+    q_len: int = 1,
 ) -> Run:
     """Submits all requests at once and runs until the engine is idle; then everything must be given back.
 
     `on_step` is called after every step that gave tokens: to cancel, or to submit more.
     """
-    executor = programs(model, shard=shard)
-    return asyncio.run(_serve(requests, num_blocks, num_slots, executor, on_step, max_prefill_sequences))
+    executor = programs(model, shard=shard, q_len=q_len)
+    return asyncio.run(_serve(requests, num_blocks, num_slots, executor, on_step, max_prefill_sequences, drafters))
 
 
-async def _serve(requests, num_blocks, num_slots, executor, on_step, max_prefill_sequences) -> Run:
+async def _serve(requests, num_blocks, num_slots, executor, on_step, max_prefill_sequences, drafters) -> Run:
     run, blocks = Run(), BlockPool(executor.shapes.num_partitions, num_blocks, BLOCK_SIZE)
 
     def take(report: StepReport) -> None:
@@ -163,6 +172,7 @@ async def _serve(requests, num_blocks, num_slots, executor, on_step, max_prefill
         num_slots=num_slots,
         max_prefill_sequences=max_prefill_sequences,
         on_turned_down=run.turned_down.__setitem__,
+        drafters=drafters,
     )
     engine.start()
     for request in requests:
@@ -172,6 +182,8 @@ async def _serve(requests, num_blocks, num_slots, executor, on_step, max_prefill
     run.num_preemptions, run.num_wasted_tokens = totals.num_preemptions, totals.wasted_tokens
     run.num_cached_tokens = totals.cached_tokens
     run.num_prefill_steps = totals.num_prefill_steps
+    run.num_decode_steps = totals.num_decode_steps
+    run.num_guessed, run.num_accepted = totals.draft_tokens, totals.accepted_tokens
     await engine.close()
     engine.failed.cancel()
     assert all(blocks.counts(partition).free == num_blocks for partition in range(blocks.num_partitions))
@@ -187,6 +199,7 @@ def an_engine(
     num_slots: int = NUM_SLOTS,
     max_prefill_sequences: int = 8,
     on_turned_down: Callable[[bytes, Rejected], None] = ignore,
+    drafters: Drafters | None = None,
 ) -> Engine:
     """An engine on the running event loop, not started, with one microbatch per stage, as a worker has."""
     num_stages = len(executor.stages)
@@ -195,17 +208,19 @@ def an_engine(
         num_microbatches=min(num_stages, num_slots),
         chunk_tokens=CHUNK_TOKENS,
         q_tile=Q_TILE,
+        q_len=executor.shapes.q_len,
         max_prefill_sequences=max_prefill_sequences,
         max_context_tokens=MAX_CONTEXT_TOKENS,
         max_queued_requests=1000,
         queue_timeout_s=1000.0,
     )
+    shapes = executor.shapes
     return Engine(
-        scheduler=Scheduler(config, blocks),
+        scheduler=Scheduler(config, blocks, drafters),
         executor=executor,
         encoder=StepEncoder(executor.shapes),
         events=Listeners(on_step=on_step, on_prefill=on_prefill, on_turned_down=on_turned_down),
-        masks=Masks(grammars, executor.shapes.num_partitions * executor.shapes.slots_per_partition),
+        masks=Masks(grammars, shapes.num_partitions * shapes.slots_per_partition, shapes.num_partitions, shapes.q_len),
         num_stages=num_stages,
     )
 

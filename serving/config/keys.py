@@ -22,6 +22,7 @@ EMBEDDED_MODEL_NAME = "pocket-kimi"
 
 # No number is without an end: what would be allocated, listed or started by it is refused here, before any of that is.
 MAX_INT = 2**31 - 1  # of what goes over a wire or to a device as 32 bits
+MAX_GUESSED_TOKENS = 3  # kernels take rows of up to four positions
 MAX_DEVICES = 4096  # of a mesh; on a CPU a worker makes itself so many
 
 Positive = Annotated[int, Meta(ge=1, le=MAX_INT)]
@@ -36,6 +37,8 @@ Seconds = Annotated[float, Meta(gt=0, le=86_400)]
 Text = Annotated[str, Meta(min_length=1)]
 Stated = Annotated[str, Meta(pattern=r"\S")]  # more than white space
 ListenPort = Annotated[int, Meta(ge=1, le=65_535)]
+
+GuessedTokens = Annotated[int, Meta(ge=1, le=MAX_GUESSED_TOKENS)]
 
 WorkerRole = Literal["both", "prefill", "decode"]  # both: aggregated
 
@@ -193,6 +196,14 @@ class TelemetryConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class SpeculationConfig:
+    """Guesses at the tokens that follow, of which a decode step verifies several at once. They change no token."""
+
+    method: tuple[Literal["grammar", "lookup"], ...] = ()  # what guesses, one after another: see README; empty: nothing
+    num_tokens: GuessedTokens | None = None  # of a guess, at most; auto: 3, and for a while none where few are right
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class TlsConfig:
     """Mutual TLS between gateway and workers: PEM files, all or none. Workers and gateways each show `cert`."""
 
@@ -226,6 +237,7 @@ class Config:
     prefill: PrefillConfig = field(default_factory=PrefillConfig)
     decode: DecodeConfig = field(default_factory=DecodeConfig)
     kv: KvConfig = field(default_factory=KvConfig)
+    speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
     trace: TraceConfig = field(default_factory=TraceConfig)
     telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
     tls: TlsConfig = field(default_factory=TlsConfig)
@@ -253,6 +265,13 @@ def experts_of(config: Config, role: WorkerRole) -> tuple[Path | None, int]:
     """A role's file of measured loads, and its number of redundant experts."""
     own = config.prefill if role == "prefill" else config.decode
     return own.expert_loads, own.redundant_experts
+
+
+def decode_positions(config: Config, role: WorkerRole) -> int:
+    """How many positions of a row a worker's decode steps compute, at most: a token, and guesses at those behind it."""
+    if role == "prefill" or not config.speculation.method:
+        return 1
+    return 1 + (config.speculation.num_tokens or MAX_GUESSED_TOKENS)
 
 
 def port_of(config: Config, role: WorkerRole) -> int:

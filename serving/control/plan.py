@@ -91,12 +91,17 @@ class DecodeRow(NamedTuple):
     position: int
     block_table: tuple[int, ...]
     q_len: int = 1
+    draft: tuple[int, ...] = ()  # the tokens that were guessed to follow, `q_len - 1`
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecodePlan:
     number: int
     rows: tuple[DecodeRow, ...]
+
+    @property
+    def has_guesses(self) -> bool:
+        return any(row.q_len > 1 for row in self.rows)
 
 
 type Plan = LoadPlan | PrefillPlan | CopyPlan | DecodePlan

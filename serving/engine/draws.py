@@ -7,7 +7,7 @@ which program runs when is `stage`'s business.
 import jax
 import jax.numpy as jnp
 
-from moonshard.models import sampling
+from moonshard.models import acceptance, sampling
 from moonshard.models.sampling import Draws, RowSampling, SlotState
 from moonshard.serving.control.request import MAX_LOGPROBS
 from moonshard.serving.control.sampling_parameters import PARAMETERS
@@ -15,7 +15,8 @@ from moonshard.serving.engine.steps import StepLayout
 from moonshard.sharding.arrays import Array, Int, UInt
 
 Fields = dict[str, jax.Array]
-DRAWN_COLUMNS = 2 + 2 * MAX_LOGPROBS  # of the packed draws, int32
+type Drawing = tuple[SlotState[Array], jax.Array | None, jax.Array, jax.Array | None]
+DRAWN_COLUMNS = 2 + 2 * MAX_LOGPROBS  # of a token of the packed draws, int32
 
 
 def draw(
@@ -26,16 +27,17 @@ def draw(
     logits: jax.Array,
     packed: jax.Array,
     allowed: UInt[Array, "slots words"],
-) -> tuple[SlotState[Array], jax.Array | None, jax.Array]:
+) -> Drawing:
     """Draws a token for each row from its logits, and keeps it where the slot's next step reads it.
 
     `allowed` is looked at for rows that are masked.
 
-    Returns the slots, the newest tokens where this stage embeds them, and the packed draws.
+    Returns the slots, the newest tokens where this stage embeds them, the packed draws, and where another stage embeds
+    them the rows' newest tokens.
     """
     f = layout.unpack(packed[0])
     draws, slots = sampling.draw(
-        logits,
+        logits.reshape(-1, logits.shape[-1]),
         row_sampling(f),
         slots,
         f["sample_slot"],
@@ -44,16 +46,53 @@ def draw(
         tile=tile,
         allowed=allowed,
     )
-    if last_token is not None:
-        last_token = _noted(last_token, f, draws.tokens)
-    return slots, last_token, _pack(draws)
+    return _kept(slots, last_token, f, draws.tokens, _pack(draws))
+
+
+def accept(
+    layout: StepLayout,
+    tile: int,
+    slots: SlotState[Array],
+    last_token: jax.Array | None,
+    logits: jax.Array,
+    packed: jax.Array,
+    allowed: UInt[Array, "slots_positions words"],
+) -> Drawing:
+    """As `draw`, of each row as many tokens as its draft is right for, and one more.
+
+    The packed draws begin with how many tokens count; those of each position follow, in its order.
+    """
+    f = layout.unpack(packed[0])
+    accepted, slots = acceptance.accept(
+        logits.reshape(-1, logits.shape[-1]),
+        row_sampling(f),
+        slots,
+        f["sample_slot"],
+        f["num_rows"],
+        f["sample_draft"],
+        f["sample_q_len"],
+        f["stops_from"],
+        num_top=MAX_LOGPROBS,
+        tile=tile,
+        allowed=allowed,
+    )
+    drawn = jnp.concatenate([accepted.num_emitted[:, None], *map(_pack, accepted.draws)], axis=1)
+    return _kept(slots, last_token, f, accepted.newest, drawn)
+
+
+def _kept(
+    slots: SlotState[Array], last_token: jax.Array | None, f: Fields, newest: Int[Array, "slots"], drawn: jax.Array
+) -> Drawing:
+    if last_token is None:
+        return slots, None, drawn, newest
+    return slots, _noted(last_token, f, newest), drawn, None
 
 
 def note(
-    layout: StepLayout, last_token: Int[Array, "slots"], packed: jax.Array, draws: jax.Array
+    layout: StepLayout, last_token: Int[Array, "slots"], packed: jax.Array, newest: Int[Array, "slots"]
 ) -> Int[Array, "slots"]:
-    """Keeps tokens that another stage drew."""
-    return _noted(last_token, layout.unpack(packed[0]), draws[:, 0])
+    """Keeps the newest tokens of rows that another stage drew for."""
+    return _noted(last_token, layout.unpack(packed[0]), newest)
 
 
 def _noted(last_token: Int[Array, "slots"], f: Fields, tokens: Int[Array, "slots"]) -> Int[Array, "slots"]:
@@ -91,7 +130,7 @@ def row_sampling(f: Fields) -> RowSampling:
         choice=f["choice"],
         position=f["sample_position"],
         has_bias=f["has_bias"] != 0,
-        bans_stops=f["bans_stops"] != 0,
+        bans_stops=f["sample_position"] < f["stops_from"],
         wants_logprobs=f["wants_logprobs"] != 0,
         is_masked=f["is_masked"] != 0,
     )

@@ -27,6 +27,12 @@ from moonshard.serving.engine.steps import Step, StepKind, StepShapes, smallest
 
 Fields = Mapping[str, np.ndarray]
 
+# the kinds of decode steps, each with the kind of its draws
+_DECODES = {
+    StepKind.DECODE: StepKind.DRAW,
+    StepKind.VERIFY: StepKind.ACCEPT,
+}
+
 
 class _Written(NamedTuple):
     """What stands in a row, by identity: an equal id may be of another request."""
@@ -46,14 +52,15 @@ class StepEncoder:
         self._bucket_for = bucket_for or (lambda kind, size: smallest(sizes[kind], size))
         self._layouts = {key: shapes.layout(*key) for key in shapes.programs}
         self._places = () if shapes.groups.is_plain else _places(shapes)
-        decode, draw = shapes.layout(StepKind.DECODE, shapes.slots_per_partition), self._layouts[StepKind.DRAW, 0]
+        widest = StepKind.VERIFY if shapes.q_len > 1 else StepKind.DECODE
+        decode, draw = shapes.layout(widest, shapes.slots_per_partition), self._layouts[_DECODES[widest], 0]
         self._blank_rows = decode.blank()[1] | draw.blank()[1]
         _, rows = decode.blank(shapes.num_partitions)
         self._drawn, draws = draw.blank(shapes.num_partitions)  # of the last decode step
         self._rows = [_of(rows | draws, partition) for partition in range(shapes.num_partitions)]
         self._written: list[list[_Written | None]] = [[None] * shapes.slots_per_partition for _ in self._rows]
         self._num_written = [0] * shapes.num_partitions  # rows, from the first on: those behind them are blank
-        self._decodes = {size: self._blank(StepKind.DECODE, size) for size in shapes.decode_buckets}
+        self._decodes = {(kind, size): self._blank(kind, size) for kind in _DECODES for size in sizes.get(kind, ())}
 
     @property
     def max_transfer_blocks(self) -> int:
@@ -111,7 +118,7 @@ class StepEncoder:
                 fields["sample_from"][draw] = end
                 fields["sample_slot"][draw] = slot.index
                 _write_sampling(fields, draw, chunk.request, sequence.choice)
-                _write_position(fields, draw, chunk.request, chunk.start + len(chunk.tokens))
+                fields["sample_position"][draw] = chunk.start + len(chunk.tokens)
                 drawing.append(sequence)
             row += self._num_rows(chunk)
         fields["num_rows"][...] = len(drawing)
@@ -136,8 +143,9 @@ class StepEncoder:
 
     def _encode_decode(self, plan: DecodePlan) -> Step:
         by_partition = self._by_partition(plan.rows)
-        bucket = self._bucket_for(StepKind.DECODE, max(map(len, by_partition)))
-        packed, fields = self._decodes[bucket]  # of the last step of this size: every row of it is written again
+        kind = StepKind.VERIFY if plan.has_guesses else StepKind.DECODE
+        bucket = self._bucket_for(kind, max(map(len, by_partition)))
+        packed, fields = self._decodes[kind, bucket]  # of the last step of this size: every row of it is written again
         for partition, rows in enumerate(by_partition):
             self._write_rows(partition, rows)
             own = self._rows[partition]
@@ -145,10 +153,12 @@ class StepEncoder:
                 field[partition] = own[name][:bucket]
         return Step(
             plan.number,
-            StepKind.DECODE,
+            kind,
             bucket,
             packed.copy(),
-            sampling=self._drawn.copy(),
+            sampling=self._drawn[
+                :, : self._layouts[_DECODES[kind], 0].size
+            ].copy(),  # the fields of plain draws come first
             draws=self._draws_of(plan),
         )
 
@@ -163,7 +173,7 @@ class StepEncoder:
         return tuple(next(ends[row.slot.partition]) for row in plan.rows)
 
     def _write_rows(self, partition: int, rows: Sequence[DecodeRow]) -> None:
-        """Writes one partition's rows: positions of all, and of each row the rest where that has changed."""
+        """Writes one partition's rows: positions and guesses of all, and what has changed of the rest."""
         fields, written, count = self._rows[partition], self._written[partition], len(rows)
         positions = np.array([row.position for row in rows], np.int32)
         fields["positions"][:count] = positions
@@ -174,21 +184,18 @@ class StepEncoder:
                 found.sequence is row.sequence and found.block_table is row.block_table and found.slot is row.slot
             ):
                 self._write_row(partition, index, row)
-            if row.request.min_tokens:
-                fields["bans_stops"][index] = _bans_stops(row.request, row.position + 1)
-        if self._shapes.q_len > 1:
-            fields["q_len"][:count] = [row.q_len for row in rows]
+            if self._shapes.q_len > 1:
+                _write_guesses(fields, index, row)
         for index in range(count, self._num_written[partition]):  # the draws' array goes out whole
             self._clear_row(partition, index)
         self._num_written[partition] = count
         fields["num_rows"][...] = count
 
     def _write_row(self, partition: int, index: int, row: DecodeRow) -> None:
-        """What stays from step to step: all but the positions, and whether stop tokens are banned yet."""
+        """What stays from step to step: all but the positions and the guesses."""
         fields, written = self._rows[partition], self._written[partition][index]
         if written is None or written.sequence is not row.sequence:
             _write_sampling(fields, index, row.request, row.sequence.choice)
-            fields["bans_stops"][index] = _bans_stops(row.request, row.position + 1)
         if written is None or written.block_table is not row.block_table:
             self._write_table(fields["block_tables"][index], row.block_table)
         # preempted, a sequence may come back to its row in another slot
@@ -271,16 +278,13 @@ def _write_sampling(fields: Fields, row: int, request: Request, choice: int) -> 
         fields[parameter.name][row] = (value >> 32, value & 0xFFFFFFFF) if parameter.is_wide else value
     fields["choice"][row] = choice
     fields["has_bias"][row] = bool(sampling.logit_bias)
+    fields["stops_from"][row] = len(request.prompt) + request.min_tokens if request.stop_token_ids else 0
     fields["wants_logprobs"][row] = request.num_logprobs is not None
     fields["is_masked"][row] = bool(request.grammar)
 
 
-def _write_position(fields: Fields, row: int, request: Request, position: int) -> None:
-    """`position` is that of the token to be drawn."""
-    fields["sample_position"][row] = position
-    fields["bans_stops"][row] = _bans_stops(request, position)
-
-
-def _bans_stops(request: Request, position: int) -> bool:
-    """Whether the token at that position is too early to be a stop token."""
-    return position - len(request.prompt) < request.min_tokens and bool(request.stop_token_ids)
+def _write_guesses(fields: Fields, index: int, row: DecodeRow) -> None:
+    """Behind a row's own guesses what stands there does not matter."""
+    fields["q_len"][index] = fields["sample_q_len"][index] = row.q_len
+    num_guesses = len(row.draft)
+    fields["draft"][index, :num_guesses] = fields["sample_draft"][index, :num_guesses] = row.draft

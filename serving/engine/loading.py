@@ -94,6 +94,7 @@ class LoadedModel:
             chunk_tokens=self.shapes.prefill_buckets[-1],
             short_share=config.prefill.short_share,
             q_tile=self.shapes.q_tile,
+            q_len=self.shapes.q_len,
             has_prefix_cache=config.kv.prefix_cache and self.shapes.groups.is_plain,
             num_microbatches=min(self.num_stages, self.pool.slots_per_partition),
             max_context_tokens=self.shapes.max_context_tokens,

@@ -15,10 +15,11 @@ from dataclasses import dataclass
 import jax
 import numpy as np
 
-from moonshard.serving.control.request import Logprobs
+from moonshard.serving.control.request import MAX_LOGPROBS, Logprobs
 from moonshard.serving.engine.compiled.blueprint import Blueprint
 from moonshard.serving.engine.compiled.prepared import PreparedPrograms
 from moonshard.serving.engine.compiled.stage_model import StageModel
+from moonshard.serving.engine.draws import DRAWN_COLUMNS
 from moonshard.serving.engine.stage import Stage
 from moonshard.serving.engine.steps import Step, StepKind, StepShapes
 
@@ -61,7 +62,7 @@ class _Due:
 
     slots: frozenset[tuple[int, int]]
     sampling: np.ndarray  # of the step that drew them
-    draws: jax.Array
+    newest: jax.Array  # of each row
 
 
 class Programs:
@@ -89,7 +90,7 @@ class Programs:
     def launch(self, step: Step) -> Launched:
         """Enqueues a step and returns without waiting for it; before its draws it waits for what their masks need."""
         match step.kind:
-            case StepKind.PREFILL | StepKind.DECODE:
+            case StepKind.PREFILL | StepKind.DECODE | StepKind.VERIFY:
                 return Launched(step, (self._run(step),))
             case StepKind.EXPORT:
                 return Launched(step, tuple(stage.export(step.bucket, step.metadata) for stage in self.stages))
@@ -101,7 +102,7 @@ class Programs:
                 for stage in self.stages:
                     (stage.load if step.kind is StepKind.LOAD else stage.copy)(step.metadata)
                 return Launched(step, ())
-            case StepKind.DRAW | StepKind.NOTE:
+            case StepKind.DRAW | StepKind.ACCEPT | StepKind.NOTE:
                 raise ValueError(f"{step.kind} is no step of its own")
 
     def fetch(self, launched: Launched) -> Drawn | np.ndarray | None:
@@ -114,6 +115,8 @@ class Programs:
         match step.kind:
             case StepKind.PREFILL | StepKind.DECODE if step.sampling is not None:
                 return _drawn(_rows(np.asarray(results[0]), step.draws))
+            case StepKind.VERIFY:
+                return _accepted(_rows(np.asarray(results[0]), step.draws))
             case StepKind.EXPORT:
                 collected = zip(self.stages, results, strict=True)
                 parts = [stage.shards.collect(result, step.partition) for stage, result in collected]
@@ -123,7 +126,7 @@ class Programs:
                 return None
 
     def _run(self, step: Step) -> jax.Array:
-        """Runs a prefill or a decode through all stages. Returns the packed draws, or a number where nothing is
+        """Runs a step through all stages. Returns the packed draws, or a number where nothing is
         drawn.
         """
         slots = self._slots(step)
@@ -134,9 +137,11 @@ class Programs:
         assert result is not None  # there is a stage
         if step.sampling is None:
             return result
-        draws = self.stages[-1].draw(step.sampling, None if step.allowed is None else step.allowed())
-        if slots:
-            self._due.append(_Due(slots, step.sampling, draws))
+        kind = StepKind.ACCEPT if step.kind is StepKind.VERIFY else StepKind.DRAW
+        masks = None if step.allowed is None else step.allowed()
+        draws, newest = self.stages[-1].draw(kind, step.sampling, masks)
+        if newest is not None and slots:
+            self._due.append(_Due(slots, step.sampling[:, : self._layouts[StepKind.DRAW, 0].size], newest))
         return draws
 
     def _slots(self, step: Step) -> frozenset[tuple[int, int]]:
@@ -146,7 +151,7 @@ class Programs:
         if step.kind is StepKind.LOAD:
             slots = self._layouts[StepKind.LOAD, 0].views(step.metadata)["slot"]
         elif step.sampling is not None:
-            slots = self._layouts[StepKind.DRAW, 0].views(step.sampling)["sample_slot"]
+            slots = self._layouts[StepKind.DRAW, 0].views(step.sampling)["sample_slot"]  # as of ACCEPT
         else:
             return frozenset()
         slots = slots.reshape(len(step.metadata), -1)
@@ -157,7 +162,7 @@ class Programs:
         """Before a step of these slots, lets the first stage take what was drawn for them, and every older draw."""
         last = max((index for index, due in enumerate(self._due) if due.slots & slots), default=-1)
         for due in self._due[: last + 1]:
-            self.stages[0].note(due.sampling, due.draws)
+            self.stages[0].note(due.sampling, due.newest)
         del self._due[: last + 1]
 
     def _land(self, step: Step, payload: np.ndarray) -> list[jax.Array]:
@@ -169,11 +174,19 @@ class Programs:
 
 def _drawn(packed: np.ndarray) -> Drawn:
     """The tokens of a stage's draws, one for each row: views of `packed` [rows, columns]."""
-    top = (packed.shape[1] - 2) // 2
-    words = packed[:, None]
-    floats = words.view(np.float32)
+    return _unpacked(packed[:, None], np.ones(len(packed), np.int32))
+
+
+def _accepted(packed: np.ndarray) -> Drawn:
+    """The tokens of a verification: in front of those of each position stands how many of them count."""
+    return _unpacked(packed[:, 1:].reshape(len(packed), -1, DRAWN_COLUMNS), packed[:, 0])
+
+
+def _unpacked(words: np.ndarray, num_emitted: np.ndarray) -> Drawn:
+    """Of `words` [rows, positions, columns]."""
+    top, floats = MAX_LOGPROBS, words.view(np.float32)
     return Drawn(
-        num_emitted=np.ones(len(packed), np.int32),
+        num_emitted=num_emitted,
         tokens=words[..., 0],
         logprobs=floats[..., 1],
         top_ids=words[..., 2 : 2 + top],

@@ -14,7 +14,8 @@ import numpy as np
 from moonshard.serving.engine.compiled.blueprint import Blueprint
 from moonshard.serving.engine.steps import ProgramKey, StepKind
 
-_DRAW, _NOTE, _LOAD, _COPY = ((kind, 0) for kind in (StepKind.DRAW, StepKind.NOTE, StepKind.LOAD, StepKind.COPY))
+_DRAWS = (StepKind.DRAW, StepKind.ACCEPT)
+_NOTE, _LOAD, _COPY = ((kind, 0) for kind in (StepKind.NOTE, StepKind.LOAD, StepKind.COPY))
 
 
 class Stage:
@@ -30,11 +31,12 @@ class Stage:
         self.programs = programs
         self.state = blueprint.empty_state()
         self._by_partition = blueprint.by_partition
-        self._any_token = _any_token(blueprint) if blueprint.part.is_last else None
+        self._any_token = {kind: _any_token(blueprint, kind) for kind in _DRAWS if (kind, 0) in blueprint.keys}
 
     def run(self, kind: StepKind, bucket: int, packed: np.ndarray, hidden: jax.Array | None) -> jax.Array:
-        """A prefill or a decode. Returns the activations, or on the last stage a number that is ready once it has run.
+        """A prefill, a decode or a verification.
 
+        Returns the activations, or on the last stage a number that is ready once it has run.
         `hidden` are the activations of the stage before, on any mesh; None on the first.
         """
         given = () if hidden is None else (jax.device_put(hidden, self._by_partition),)
@@ -43,19 +45,23 @@ class Stage:
         self.state = state._replace(pages=pages, logits=logits)
         return result
 
-    def draw(self, packed: np.ndarray, allowed: np.ndarray | None = None) -> jax.Array:
+    def draw(
+        self, kind: StepKind, packed: np.ndarray, allowed: np.ndarray | None = None
+    ) -> tuple[jax.Array, jax.Array | None]:
         """On the last stage: the packed draws of all partitions, from what the step before left.
 
-        `allowed`: [partitions x slots, words] uint32, for rows that are masked; None where none is.
+        Where another stage embeds them also the rows' newest tokens, for its `note`. `kind`: of the draws. `allowed`:
+        as `DrawMasks` gives them, for rows that are masked; None where none is.
         """
-        state, masks = self.state, self._any_token if allowed is None else allowed
-        slots, last_token, drawn = self.programs[_DRAW](state.slots, state.last_token, state.logits, packed, masks)
+        state, masks = self.state, self._any_token[kind] if allowed is None else allowed
+        given = (state.slots, state.last_token, state.logits, packed, masks)
+        slots, last_token, drawn, newest = self.programs[kind, 0](*given)
         self.state = state._replace(slots=slots, last_token=last_token)
-        return drawn
+        return drawn, newest
 
-    def note(self, packed: np.ndarray, draws: jax.Array) -> None:
+    def note(self, packed: np.ndarray, newest: jax.Array) -> None:
         """On the first stage: what the last one drew becomes the input of the slots' next decode step."""
-        given = jax.device_put(draws, self._by_partition)
+        given = jax.device_put(newest, self._by_partition)
         self.state = self.state._replace(last_token=self.programs[_NOTE](self.state.last_token, packed, given))
 
     def load(self, packed: np.ndarray) -> None:
@@ -82,7 +88,7 @@ class Stage:
         return done
 
 
-def _any_token(blueprint: Blueprint) -> jax.Array:
+def _any_token(blueprint: Blueprint, kind: StepKind) -> jax.Array:
     """Masks that allow everything, where the draws find them whose rows are not masked."""
-    shape = blueprint.any_token
+    shape = blueprint.any_token(kind)
     return jax.device_put(np.full(shape.shape, np.iinfo(np.uint32).max, np.uint32), blueprint.by_partition)

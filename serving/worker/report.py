@@ -50,6 +50,9 @@ def load_message(counters: Counters, **rest: object) -> link_pb2.WorkerLoad:
         prefill_tokens=totals.prefill_tokens,
         decode_tokens=totals.decode_tokens,
         wasted_tokens=totals.wasted_tokens,
+        num_drafts=totals.num_drafts,
+        draft_tokens=totals.draft_tokens,
+        accepted_tokens=totals.accepted_tokens,
         cached_tokens=totals.cached_tokens,
         **rest,  # pyright: ignore[reportArgumentType]  # named by the caller, checked by protobuf
     )

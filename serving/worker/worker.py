@@ -30,6 +30,7 @@ from moonshard.serving.transfer.plane import KvPlane
 from moonshard.serving.wire import handoffs as handoff_wire
 from moonshard.serving.wire import requests as wire
 from moonshard.serving.wire.link import Link
+from moonshard.serving.worker.drafting import drafters_of
 from moonshard.serving.worker.links import Links
 from moonshard.serving.worker.prefix_feed import PrefixFeed
 from moonshard.serving.worker.report import load_message, partition_state, welcome_message
@@ -68,15 +69,19 @@ class Worker:
         self._recorded = recorded
         self._spans = spans
         self._pool = model.block_pool()
-        self._scheduler = Scheduler(model.scheduler_config(config), self._pool)
-        self._record = recorded.trace(epoch=self.epoch, role=role)
         self._compiling = Compiling(functools.partial(load_grammars, config.model.path, model.vocab_size))
+        num_partitions = model.shapes.num_partitions
+        num_draws = num_partitions * model.shapes.slots_per_partition
+        masks = Masks(self._compiling.grammars, num_draws, num_partitions, model.shapes.q_len)
+        drafters = drafters_of(config.speculation, masks)
+        self._scheduler = Scheduler(model.scheduler_config(config), self._pool, drafters)
+        self._record = recorded.trace(epoch=self.epoch, role=role)
         self.engine = Engine(
             scheduler=self._scheduler,
             executor=model.programs,
             encoder=StepEncoder(model.shapes, model.programs.prepared.bucket_for),
             events=self,
-            masks=Masks(self._compiling.grammars, model.shapes.num_partitions * model.shapes.slots_per_partition),
+            masks=masks,
             num_stages=model.num_stages,
         )
         self._compiled_first = CompiledFirst(self._compiling, self.engine.fail)

@@ -13,6 +13,7 @@ from moonshard.serving.engine.engine import Engine
 from moonshard.serving.engine.programs import Drawn, Launched
 from moonshard.serving.engine.steps import Step, StepKind, StepShapes
 from tests.listeners import Listeners
+from tests.serving.control.batching.stepping import Guesser
 
 BLOCK_SIZE, NUM_BLOCKS, NUM_SLOTS, CONTEXT_TOKENS, TILE = 16, 8, 2, 64, 16
 
@@ -21,7 +22,7 @@ class FakeExecutor:
     """Draws token 7 for every row of every step, and exports each block as its own number.
 
     `launched` are the steps in their order. `fetch` is called with each step's number, and may block or raise. How many
-    tokens the rows of a decode step emit, one after another and at most `q_len`, `num_emitted` says.
+    tokens the rows of a verification emit, one after another and at most `q_len`, `num_emitted` says.
     """
 
     def __init__(
@@ -52,8 +53,10 @@ class FakeExecutor:
             case StepKind.PREFILL:
                 return self._draw([1] * len(step.draws))
             case StepKind.DECODE:
+                return self._draw([1] * len(step.draws))
+            case StepKind.VERIFY:
                 fields = some_shapes(self.q_len).layout(step.kind, step.bucket).views(step.metadata)
-                q_lens = fields["q_len"][0].tolist() if self.q_len > 1 else [1] * len(step.draws)
+                q_lens = fields["q_len"][0].tolist()
                 return self._draw([min(q_lens[row], next(self._num_emitted)) for row in step.draws])
             case _:
                 return None
@@ -93,7 +96,7 @@ def an_engine(
         queue_timeout_s=10.0,
     )
     return Engine(
-        scheduler=Scheduler(config, pool or BlockPool(1, NUM_BLOCKS, BLOCK_SIZE)),
+        scheduler=Scheduler(config, pool or BlockPool(1, NUM_BLOCKS, BLOCK_SIZE), lambda request, choice: Guesser()),
         executor=executor,
         encoder=StepEncoder(some_shapes(executor.q_len)),
         events=Listeners(**listeners),

@@ -17,6 +17,9 @@ class Totals:
     prefill_tokens: int = 0
     cached_tokens: int = 0  # that need not be prefilled, of sequences when they were first admitted
     decode_tokens: int = 0
+    num_drafts: int = 0  # rows that guessed; what came of it is counted when it arrives
+    draft_tokens: int = 0
+    accepted_tokens: int = 0  # of the draft's
     wasted_tokens: int = 0  # emitted for a sequence that had ended, or behind the token that ended it
 
     def snapshot(self) -> "Totals":
@@ -28,8 +31,16 @@ class Totals:
             prefill_tokens=self.prefill_tokens,
             cached_tokens=self.cached_tokens,
             decode_tokens=self.decode_tokens,
+            num_drafts=self.num_drafts,
+            draft_tokens=self.draft_tokens,
+            accepted_tokens=self.accepted_tokens,
             wasted_tokens=self.wasted_tokens,
         )
+
+    def count_guesses(self, num_guessed: int, num_accepted: int) -> None:
+        self.num_drafts += 1
+        self.draft_tokens += num_guessed
+        self.accepted_tokens += num_accepted
 
     def count_launch(self, plan: Plan) -> None:
         if isinstance(plan, PrefillPlan):

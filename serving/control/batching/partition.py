@@ -31,7 +31,7 @@ class PartitionConfig:
     short_share: float = 0.5
     q_tile: int = 1
     max_prefill_sequences: int = 8
-    q_len: int = 1  # positions that a row of a decode step computes, at most
+    q_len: int = 1  # positions that a row of a decode step computes, at most; more than 1 guesses at tokens
     queue_timeout_s: float
 
     def __post_init__(self) -> None:
@@ -96,15 +96,16 @@ class Partition:
                 is_starved = True
         return ready
 
-    def draw_range(self, occupancy: Occupancy) -> tuple[int, int]:
-        """The least and the most tokens that the next row of a ready occupancy draws.
-
-        Exactly one where no row guesses. Else it has as many positions as it may have tokens left, and as there are
-        blocks for without preemption.
+    def draft(self, occupancy: Occupancy) -> tuple[int, ...]:
+        """The guesses of a ready occupancy's next row: with them it has as many positions as it may have tokens left,
+        and as there are blocks for without preemption.
         """
-        if self._config.q_len == 1:
-            return 1, 1
-        return 0, self.slots.grow(occupancy, min(self._config.q_len, occupancy.num_undrawn))
+        drafter = occupancy.sequence.drafter
+        if drafter is None or occupancy.num_pending:
+            return ()
+        most = min(self._config.q_len, occupancy.num_undrawn) - 1
+        draft = drafter.propose(occupancy.sequence.generated, most) if most > 0 else ()
+        return draft[: self.slots.grow(occupancy, 1 + len(draft)) - 1] if draft else ()
 
     def fill_prefill(self) -> Prefills:
         """Spend this partition's budget of a step: the unfinished prefill first, then whoever can be admitted."""

@@ -13,11 +13,12 @@ earlier ones are known; the device feeds each drawn token to the next step itsel
 - In each partition one prefill at a time is unfinished: at most one sequence is cut by the end of a step's budget.
 - What a launched step uses stays held until that step has completed, whatever happened meanwhile.
 
-Where `q_len` is above 1, a row of a decode step guesses at tokens, and emits from none to `q_len` of them: only the
-result tells where the sequence's next row begins. So the rows of a microbatch wait for its last step's result, and more
-than one microbatch lets steps overlap all the same. Blocks are taken for all the positions that a row may write, but
-nobody is preempted for a guess: a row that finds no block has fewer positions. Behind the result the position goes back
-to what was emitted; blocks stay, to be written again.
+Where a sequence has a drafter, a row of a decode step may guess at tokens, and emits from one to `q_len` of them: only
+the result tells where the sequence's next row begins, and what its drafter makes of it. So the rows of a microbatch
+wait for its last step's result where one of them guesses, and more than one microbatch lets steps overlap all the same.
+A drafter that sees no use in guessing lets its sequence go ahead as one without. Blocks are taken for all the positions
+that a row may write, but nobody is preempted for a guess: a row that finds no block has fewer positions. Behind the
+result the position goes back to what was emitted; blocks stay, to be written again.
 
 Blocks that others hold, leased to handoffs in progress, are only fewer to grow into: where they alone are in the way,
 `schedule` has nothing to run until they come back. Sampling is `models.sampling`'s; stop strings are found by the
@@ -40,6 +41,7 @@ from moonshard.serving.control.batching.launches import Draw, Launches
 from moonshard.serving.control.batching.partition import Partition, PartitionConfig
 from moonshard.serving.control.batching.queue import NeverFits, QueueFull, QueueTimeout, check_fits, check_resumed
 from moonshard.serving.control.batching.sequence import Accepted, Occupancy, Phase, active_tokens, finish_reason
+from moonshard.serving.control.drafting.drafter import Drafters
 from moonshard.serving.control.fifo import is_full
 from moonshard.serving.control.plan import DecodePlan, DecodeRow, Delivered, Plan, PrefillPlan, Results, Sampled
 from moonshard.serving.control.request import Output, Request
@@ -68,8 +70,10 @@ class SchedulerConfig(PartitionConfig):
 class Scheduler:
     """Decides the steps of one worker, of any role: a prompt that was prefilled elsewhere comes in by `join`."""
 
-    def __init__(self, config: SchedulerConfig, pool: BlockPool):
+    def __init__(self, config: SchedulerConfig, pool: BlockPool, drafters: Drafters | None = None):
+        """`drafters` makes the drafter of a choice, or None where nothing guesses its tokens. For `q_len` of 1 none."""
         self.config = config
+        self._drafters = drafters if config.q_len > 1 else None
         self._pool = pool
         self._accepted: dict[bytes, Accepted] = {}
         self._launches = Launches()
@@ -151,6 +155,9 @@ class Scheduler:
     ) -> Accepted:
         arrival = next(self._arrivals)
         accepted = Accepted(request=request, arrival=arrival, is_resumed=is_resumed, generated=generated)
+        if self._drafters is not None:
+            for sequence in accepted.choices:
+                sequence.drafter = self._drafters(request, sequence.id.choice)
         self._accepted[request.id] = accepted
         return accepted
 
@@ -192,15 +199,20 @@ class Scheduler:
         if is_decode_turn or not self._launch_prefill():
             self._launch_decode(ready)
 
+    @property
+    def _has_drafters(self) -> bool:
+        return self._drafters is not None
+
     def _launch_decode(self, ready: list[Occupancy]) -> None:
         ready = self._next_microbatch(ready)
         if not ready:
             return
         draws, rows = list[Draw](), list[DecodeRow]()
         for occupancy in ready:
-            least, most = self._partition_of(occupancy).draw_range(occupancy)
-            draws.append(Draw(occupancy, least, most))
-            rows.append(occupancy.row(most))
+            draft = self._partition_of(occupancy).draft(occupancy) if self._has_drafters else ()
+            most = 1 + len(draft)
+            draws.append(Draw(occupancy, 1, most))
+            rows.append(occupancy.row(most, draft))
             occupancy.num_computed += most
         self._launches.push(DecodePlan(number=self._launches.next_number(), rows=tuple(rows)), ready, draws)
         self._is_decode_next = False
@@ -222,10 +234,10 @@ class Scheduler:
 
     def _awaited_microbatches(self) -> set[int]:
         """The microbatches with rows whose next position only the result of a launched step tells."""
-        if self.config.q_len == 1:
+        if not self._has_drafters:
             return set()
         occupancies = [occupancy for partition in self._partitions for occupancy in partition.slots]
-        return {each.slot.index % self.config.num_microbatches for each in occupancies if each.num_unsure}
+        return {each.slot.index % self.config.num_microbatches for each in occupancies if each.is_awaited}
 
     def _launch_prefill(self) -> bool:
         parts = [partition.fill_prefill() for partition in self._partitions]
@@ -278,6 +290,9 @@ class Scheduler:
             self._totals.wasted_tokens += num_tokens
             return None
         sequence = occupancy.sequence
+        if most > 1 and sequence.drafter is not None:
+            self._totals.count_guesses(most - 1, num_tokens - 1)
+            sequence.drafter.note(most - 1, num_tokens - 1)
         is_first = not sequence.generated
         num_taken, finish = sequence.append(sampled.tokens)
         self._totals.wasted_tokens += num_tokens - num_taken

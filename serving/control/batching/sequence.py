@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import InitVar, dataclass, field
 
 from moonshard.kv.prefix import BlockName, block_names
+from moonshard.serving.control.drafting.drafter import Drafter
 from moonshard.serving.control.plan import DecodeRow, LoadPlan, PrefillChunk
 from moonshard.serving.control.request import FinishReason, Request, SequenceId, SlotId
 
@@ -57,6 +58,7 @@ class Sequence:
     accepted: Accepted
     generated: list[int] = field(default_factory=list[int])
     num_cached_tokens: int | None = None  # when it was first admitted; None before
+    drafter: Drafter | None = None  # that guesses its next tokens
     _names: list[BlockName] = field(default_factory=list[BlockName])
 
     @property
@@ -145,12 +147,22 @@ class Occupancy:
     @property
     def can_decode(self) -> bool:
         """Whether there is a next token to draw and its position is known."""
-        return self.phase is Phase.DECODE and not self.num_unsure and self.num_undrawn > 0
+        return self.phase is Phase.DECODE and not self.is_awaited and self.num_undrawn > 0
 
     @property
     def may_go_on(self) -> bool:
         """Whether the result of a launched step is needed to tell if there is a next token to draw, and where."""
-        return self.phase is Phase.DECODE and self.num_unsure > 0 and self.num_undrawn > 0
+        return self.phase is Phase.DECODE and self.is_awaited and self.num_undrawn > 0
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether its next row is made only once the results of all its launched steps are known: they say where it
+        begins, or its guesses follow from them.
+        """
+        if self.num_unsure:
+            return True
+        drafter, num_generated = self.sequence.drafter, len(self.sequence.generated)
+        return self.num_pending > 0 and drafter is not None and drafter.is_eager(num_generated)
 
     @property
     def is_draining(self) -> bool:
@@ -181,9 +193,11 @@ class Occupancy:
             samples=tuple((sampler.sequence.id, sampler.slot) for sampler in samplers),
         )
 
-    def row(self, q_len: int) -> DecodeRow:
+    def row(self, q_len: int, draft: tuple[int, ...] = ()) -> DecodeRow:
         sequence = self.sequence
-        return DecodeRow(sequence.id, sequence.accepted.request, self.slot, self.num_computed, self.blocks, q_len)
+        return DecodeRow(
+            sequence.id, sequence.accepted.request, self.slot, self.num_computed, self.blocks, q_len, draft
+        )
 
 
 def active_tokens(occupancies: Iterable[Occupancy]) -> int:

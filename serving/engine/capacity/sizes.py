@@ -15,7 +15,7 @@ from moonshard.kv.blocks import BlockGroup, BlockGroups
 from moonshard.models.machines import XLA, Machine
 from moonshard.models.model import Model
 from moonshard.models.spec import KvGroup, ModelError, page_layers
-from moonshard.serving.config.keys import Config, ConfigError, WorkerRole, mesh_of, rules_of
+from moonshard.serving.config.keys import Config, ConfigError, WorkerRole, decode_positions, mesh_of, rules_of
 from moonshard.serving.engine.capacity.memory import MAX_AUTO_POOL_BYTES, free_device_bytes, free_memory_bytes
 from moonshard.serving.engine.steps import StepShapes
 from moonshard.sharding.budget import stage_layers
@@ -24,7 +24,8 @@ from moonshard.sharding.shard import Shard
 
 DEFAULT_MAX_CONTEXT_TOKENS = 8192
 HARMLESS_SLOT_BYTES = 1 << 26  # of so few nothing is asked
-SLOT_BYTES_PER_TOKEN = 9  # of a slot's rows: logits, counts, and whether the prompt has it
+SLOT_BYTES_PER_TOKEN = 5  # of a slot's rows: counts, and whether the prompt has it
+LOGIT_BYTES = 4  # of each position
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -156,6 +157,7 @@ def step_shapes(
         groups=block_groups(config, groups, machine),
         max_context_tokens=context_tokens,
         q_tile=machine.tile_tokens,
+        q_len=decode_positions(config, role),
         prefill_buckets=prefill_buckets(chunk_tokens, machine),
         decode_buckets=() if role == "prefill" else buckets(slots_per_partition),
         transfer_buckets=() if role == "both" else buckets(max(1, chunk_tokens // config.kv.block_size)),
@@ -228,7 +230,8 @@ def _auto_blocks(
 def _check_slots_fit(config: Config, model: Model, role: WorkerRole) -> None:
     """ConfigError where the slots' rows, each as long as the vocabulary, take more than the memory there is."""
     own, key = (config.prefill, "prefill") if role == "prefill" else (config.decode, "decode")
-    needed = own.max_slots * model.config.vocab_size * SLOT_BYTES_PER_TOKEN
+    token_bytes = SLOT_BYTES_PER_TOKEN + LOGIT_BYTES * decode_positions(config, role)
+    needed = own.max_slots * model.config.vocab_size * token_bytes
     device_bytes = free_device_bytes(own.mesh.num_devices)
     free_bytes = free_memory_bytes() if device_bytes is None else device_bytes * own.mesh.num_devices
     if needed > max(free_bytes, HARMLESS_SLOT_BYTES):

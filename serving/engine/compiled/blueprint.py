@@ -26,7 +26,6 @@ from moonshard.serving.control.request import MAX_LOGIT_BIAS, MAX_STOP_TOKENS
 from moonshard.serving.engine import draws
 from moonshard.serving.engine.compiled import bodies
 from moonshard.serving.engine.compiled.stage_model import StageModel
-from moonshard.serving.engine.draws import DRAWN_COLUMNS
 from moonshard.serving.engine.steps import ProgramKey, StepKind, StepLayout, StepShapes
 from moonshard.sharding.arrays import Array, Float, Int
 from moonshard.sharding.mesh import BY_PARTITION
@@ -37,19 +36,14 @@ class DeviceState(NamedTuple):
 
     pages: Pages
     last_token: Int[Array, "slots"] | None  # of the first stage: what each slot's next decode step reads
-    logits: Float[Array, "slots v"] | None  # of the last stage: of the rows that the last step left to draw for
+    logits: Float[Array, "positions slots v"] | None  # of the last stage: what the last step left to draw from
     slots: SlotState[Array] | None  # of the last stage
 
 
 class Blueprint:
-    """A stage before anything is allocated: its programs, and the state that they take. Weights may be abstract.
-
-    Its decode programs compute one position of a row, and emit one token: ValueError for shapes with more.
-    """
+    """A stage before anything is allocated: its programs, and the state that they take. Weights may be abstract."""
 
     def __init__(self, part: StageModel, shapes: StepShapes, *, blocks_per_partition: int, block_size: int, dtype: str):
-        if shapes.q_len != 1:
-            raise ValueError(f"decode programs have rows of 1 position, not {shapes.q_len}")
         self.part = part
         self.shapes = shapes
         self._groups = part.model.kv_groups(dtype)
@@ -77,7 +71,9 @@ class Blueprint:
         if part.is_first:
             last_token = jax.device_put(np.zeros(num_slots, np.int32), self.by_partition)
         if part.is_last:
-            logits = jax.device_put(np.zeros((num_slots, vocab_size), np.float32), self.by_partition)
+            positions = self.shapes.num_partitions * self.shapes.q_len
+            shape = (positions, self.shapes.slots_per_partition, vocab_size)
+            logits = jax.device_put(np.zeros(shape, np.float32), self.by_partition)
             empty = sampling.empty_slots(num_slots, vocab_size, MAX_LOGIT_BIAS, MAX_STOP_TOKENS)
             slots = jax.device_put(empty, self.by_partition)
         return DeviceState(pages=pages, last_token=last_token, logits=logits, slots=slots)
@@ -92,13 +88,13 @@ class Blueprint:
         state, row = self._abstract_state(), self.shapes.layout(kind, bucket).size
         packed = self._cut(self.shapes.num_partitions, row)
         match kind:
-            case StepKind.PREFILL | StepKind.DECODE:
+            case StepKind.PREFILL | StepKind.DECODE | StepKind.VERIFY:
                 hidden = () if self.part.is_first else (self._stream(kind, bucket),)
                 return (self.part.weights, state.pages, state.logits, state.last_token, packed, *hidden)
-            case StepKind.DRAW:
-                return (state.slots, state.last_token, state.logits, packed, self.any_token)
+            case StepKind.DRAW | StepKind.ACCEPT:
+                return (state.slots, state.last_token, state.logits, packed, self.any_token(kind))
             case StepKind.NOTE:
-                return (state.last_token, packed, self._cut(self._num_rows, DRAWN_COLUMNS))
+                return (state.last_token, packed, self._cut(self._num_rows))
             case StepKind.LOAD:
                 return (state.slots, state.last_token, packed)
             case StepKind.COPY | StepKind.EXPORT:
@@ -110,10 +106,10 @@ class Blueprint:
         """The tree structure of what a program returns, known without tracing it."""
         state, leaf = self._abstract_state(), 0
         match key[0]:
-            case StepKind.PREFILL | StepKind.DECODE:
+            case StepKind.PREFILL | StepKind.DECODE | StepKind.VERIFY:
                 found: Any = (state.pages, state.logits, leaf)
-            case StepKind.DRAW:
-                found = (state.slots, state.last_token, leaf)
+            case StepKind.DRAW | StepKind.ACCEPT:
+                found = (state.slots, state.last_token, leaf, None if self.part.is_first else leaf)
             case StepKind.LOAD:
                 found = (state.slots, state.last_token)
             case StepKind.LAND:
@@ -124,10 +120,10 @@ class Blueprint:
                 found = leaf
         return jax.tree.structure(found)
 
-    @property
-    def any_token(self) -> jax.ShapeDtypeStruct:
-        """The shape of the masks of all draws: bits of 32-bit words."""
-        return self._cut(self._num_rows, -(-self.part.model.config.vocab_size // 32), dtype=jnp.uint32)
+    def any_token(self, kind: StepKind) -> jax.ShapeDtypeStruct:
+        """The shape of the masks of all draws of a kind: bits of 32-bit words."""
+        num_rows = self._num_rows * (self.shapes.q_len if kind is StepKind.ACCEPT else 1)
+        return self._cut(num_rows, -(-self.part.model.config.vocab_size // 32), dtype=jnp.uint32)
 
     @property
     def _num_rows(self) -> int:
@@ -139,8 +135,9 @@ class Blueprint:
     def _stream(self, kind: StepKind, bucket: int) -> jax.ShapeDtypeStruct:
         """The shape of the activations that come from the stage before."""
         tile = self.shapes.prefill_tile(bucket) if kind is StepKind.PREFILL else 1
+        length = self.shapes.q_len if kind is StepKind.VERIFY else tile
         rows = self.shapes.num_partitions * bucket // tile
-        return self._cut(rows, tile, self.part.model.config.hidden_size, dtype=self._dtype)
+        return self._cut(rows, length, self.part.model.config.hidden_size, dtype=self._dtype)
 
     def _payload(self, bucket: int) -> jax.ShapeDtypeStruct:
         """Blocks of one partition, as `shards.spread` places them."""
@@ -184,7 +181,7 @@ class Blueprint:
     def keys(self) -> tuple[ProgramKey, ...]:
         """The keys of all programs that the stage runs."""
         is_first, is_last = self.part.is_first, self.part.is_last
-        own = [key for key in self.shapes.programs if key[0] is not StepKind.DRAW or is_last]
+        own = [key for key in self.shapes.programs if is_last or key[0] not in (StepKind.DRAW, StepKind.ACCEPT)]
         own = [key for key in own if key[0] is not StepKind.LOAD or is_first or is_last]
         return (*own, (StepKind.NOTE, 0)) if is_first and not is_last else tuple(own)
 
@@ -211,11 +208,13 @@ class Blueprint:
             case StepKind.NOTE:
                 body = functools.partial(draws.note, layout)
                 return self._jitted(body, (packed, packed, packed), packed, donated=(0,))
-            case StepKind.DRAW:
-                body, slots = functools.partial(draws.draw, layout, self._draw_tile), (state.slots, state.last_token)
+            case StepKind.DRAW | StepKind.ACCEPT:
+                drawn = draws.draw if kind is StepKind.DRAW else draws.accept
+                body, slots = functools.partial(drawn, layout, self._draw_tile), (state.slots, state.last_token)
                 given = (*slots, state.logits, packed, BY_PARTITION)
-                return self._jitted(body, given, (*slots, BY_PARTITION), donated=(0, 1))
-            case StepKind.PREFILL | StepKind.DECODE:
+                newest = None if self.part.is_first else BY_PARTITION
+                return self._jitted(body, given, (*slots, BY_PARTITION, newest), donated=(0, 1))
+            case StepKind.PREFILL | StepKind.DECODE | StepKind.VERIFY:
                 return self._step_program(bodies.INPUTS[kind], layout)
 
     def _step_program(self, read: bodies.StepInput, layout: StepLayout) -> Any:

@@ -15,7 +15,10 @@ from moonshard.serving.engine.steps import StepKind, StepLayout
 
 
 class StepInput(NamedTuple):
-    """How a kind of step reads its fields: what it runs over, and for which of the resulting rows tokens are drawn."""
+    """How a kind of step reads its fields: what it runs over, and for which of the resulting rows tokens are drawn.
+
+    Those are [positions, rows, features]: as many positions as a row may draw tokens.
+    """
 
     batch: Callable[[jax.Array | None, Fields], Batch]
     drawn_for: Callable[[jax.Array, Fields], jax.Array]
@@ -33,9 +36,29 @@ def _decode_batch(last_token: jax.Array | None, f: Fields) -> Batch:
     return Batch(tokens=tokens[:, None], positions=f["positions"][:, None], block_tables=f["block_tables"])
 
 
+def _verify_batch(last_token: jax.Array | None, f: Fields) -> Batch:
+    index = jnp.arange(f["draft"].shape[1] + 1)
+    is_there = (index < f["q_len"][:, None]) & (f["positions"][:, None] >= 0)
+    first = _decode_batch(last_token, f)
+    return Batch(
+        tokens=jnp.concatenate([first.tokens, f["draft"]], axis=1),
+        positions=jnp.where(is_there, first.positions + index, -1),
+        block_tables=first.block_tables,
+    )
+
+
+def _position_by_position(rows: jax.Array, f: Fields) -> jax.Array:
+    """Of all rows their first position, then of all their second, and so on."""
+    by_row = rows.reshape(len(f["slot"]), -1, rows.shape[-1])
+    return by_row.swapaxes(0, 1)
+
+
 INPUTS = {
-    StepKind.PREFILL: StepInput(_prefill_batch, lambda rows, f: rows[f["sample_from"]], lambda f: f["tokens"].size),
-    StepKind.DECODE: StepInput(_decode_batch, lambda rows, f: rows, lambda f: 1),
+    StepKind.PREFILL: StepInput(
+        _prefill_batch, lambda rows, f: rows[f["sample_from"]][None], lambda f: f["tokens"].size
+    ),
+    StepKind.DECODE: StepInput(_decode_batch, _position_by_position, lambda f: 1),
+    StepKind.VERIFY: StepInput(_verify_batch, _position_by_position, lambda f: f["draft"].shape[1] + 1),
 }
 
 
@@ -73,8 +96,11 @@ def run(
         if logits is None:
             return pages, None, out
         drawn_for = read.drawn_for(out.reshape(-1, out.shape[-1]), f)
-        found = part.model.unembed(weights, drawn_for, part.shard, machine=part.machine)
-    return pages, jax.lax.dynamic_update_slice(logits, found, (0, 0)), jnp.int32(0)
+        found = part.model.unembed(
+            weights, drawn_for.reshape(-1, drawn_for.shape[-1]), part.shard, machine=part.machine
+        )
+    found = found.reshape(*drawn_for.shape[:-1], -1)
+    return pages, jax.lax.dynamic_update_slice(logits, found, (0, 0, 0)), jnp.int32(0)
 
 
 def copy(

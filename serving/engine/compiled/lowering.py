@@ -83,7 +83,7 @@ def _count(
     slots = shapes.slots_per_partition
     stream = bucket * stage.model.config.hidden_size * ITEM_BYTES  # from stage to stage
     inputs = slots * INT_BYTES if stage.is_first and kind is StepKind.DECODE else 0
-    logits = slots * stage.model.config.vocab_size * LOGIT_BYTES if stage.is_last else 0
+    logits = slots * shapes.q_len * stage.model.config.vocab_size * LOGIT_BYTES if stage.is_last else 0
     step = shapes.layout(kind, bucket).size * INT_BYTES
     given = step + inputs + (0 if stage.is_first else stream)
     return StepBytes(

@@ -61,9 +61,10 @@ class PreparedPrograms:
 
     @property
     def firsts(self) -> tuple[Wanted, ...]:
-        """Of `others` those that serve a short first request: a prefill of one row, and the smallest decode."""
+        """Of `others` those that serve a short first request: a prefill of one row, and the smallest decodes."""
         q_tile, decodes = self.shapes.q_tile, self.shapes.decode_buckets
-        keys = {(StepKind.PREFILL, q_tile), *((StepKind.DECODE, size) for size in decodes[:1])}
+        kinds = (StepKind.DECODE, StepKind.VERIFY)
+        keys = {(StepKind.PREFILL, q_tile), *((kind, size) for kind in kinds for size in decodes[:1])}
         return tuple(wanted for wanted in self.others if wanted.key in keys)
 
     def _wanted(self) -> Iterator[Wanted]:

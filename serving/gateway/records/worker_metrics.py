@@ -51,6 +51,11 @@ _GAUGES: dict[str, tuple[str, Callable[[WorkerLoad], int]]] = {
     "peak_memory_bytes": ("The most host memory that the process has held.", lambda load: load.peak_memory_bytes),
     "draining": ("1 while the worker takes no new requests.", lambda load: load.draining),
 }
+_GUESSED: dict[str, tuple[str, Callable[[WorkerLoad], int]]] = {
+    "num_drafts": ("Times that tokens were guessed for a choice, and verified.", lambda load: load.num_drafts),
+    "num_draft_tokens": ("Tokens that were guessed.", lambda load: load.draft_tokens),
+    "num_accepted_tokens": ("Guessed tokens that were what the model drew.", lambda load: load.accepted_tokens),
+}
 # Of the KV plane, by workers that have one.
 _TRANSFER_COUNTERS: dict[str, tuple[str, Callable[[KvTransfer], float]]] = {
     "kv_published_bytes": ("Bytes of KV that prefill workers wrote to decode workers.", lambda kv: kv.published_bytes),
@@ -187,6 +192,10 @@ class WorkerCollector(Collector):
             "Always 1; the labels are the shape of the KV cache.",
             labels=(*LABELS, "block_size", "num_gpu_blocks"),
         )
+        guessed = {
+            count: CounterMetricFamily(f"vllm:spec_decode_{name}", text, labels=LABELS)
+            for name, (text, count) in _GUESSED.items()
+        }
         for index, link in enumerate(self._pool.links):
             if link.role in PREFILL_ROLES:
                 continue
@@ -196,11 +205,13 @@ class WorkerCollector(Collector):
             by_reason.add_metric((*labels, "capacity"), load.num_waiting)
             usage.add_metric(labels, _kv_usage(link))
             preemptions.add_metric(labels, link.last_load.num_preemptions)
+            for count, metric in guessed.items():
+                metric.add_metric(labels, count(link.last_load))
             if link.session is not None:
                 welcome = link.session.welcome
                 shape = (str(welcome.block_size), str(welcome.num_blocks * welcome.num_partitions))
                 cache.add_metric((*labels, *shape), 1)
-        yield from (running, waiting, by_reason, usage, preemptions, cache)
+        yield from (running, waiting, by_reason, usage, preemptions, cache, *guessed.values())
 
 
 @dataclass(slots=True)

@@ -56,7 +56,7 @@ NEUTRAL = {
     "presence_penalty": 0,
     "frequency_penalty": 0,
     "has_bias": 0,
-    "bans_stops": 0,
+    "stops_from": 0,
     "wants_logprobs": 0,
 }
 
@@ -163,10 +163,28 @@ def test_a_few_tokens_of_one_sequence_take_a_row_that_is_shorter_than_others(len
 
 def test_rows_say_how_many_positions_they_have_where_these_can_be_several():
     shapes = replace(SHAPES, q_len=4)
-    rows = tuple(row(request(), SlotId(0, n))._replace(q_len=q_len) for n, q_len in enumerate([4, 1]))
+    rows = tuple(
+        row(request(), SlotId(0, n))._replace(q_len=1 + len(draft), draft=draft)
+        for n, draft in enumerate([(7, 8, 9), ()])
+    )
     step = StepEncoder(shapes).encode(DecodePlan(number=0, rows=rows))
-    assert shapes.layout(step.kind, step.bucket).views(step.metadata)["q_len"].tolist() == [[4, 1], [0, 0]]
-    assert "q_len" not in {field.name for field in SHAPES.layout(StepKind.DECODE, 2).fields}
+    fields = shapes.layout(step.kind, step.bucket).views(step.metadata)
+    assert (step.kind, fields["q_len"].tolist()) == (StepKind.VERIFY, [[4, 1], [1, 1]])
+    assert fields["draft"][0, 0].tolist() == [7, 8, 9]
+    assert step.sampling is not None
+    draws = shapes.layout(StepKind.ACCEPT).views(step.sampling)
+    assert (draws["sample_q_len"][0, :2].tolist(), draws["sample_draft"][0, 0].tolist()) == ([4, 1], [7, 8, 9])
+
+
+def test_a_step_without_guesses_is_that_of_a_worker_that_never_guesses():
+    rows = (row(request(), SlotId(0, 1)), row(request(1), SlotId(1, 0)))
+    plan = DecodePlan(number=0, rows=rows)
+    guessing = StepEncoder(replace(SHAPES, q_len=4))
+    guessing.encode(DecodePlan(number=0, rows=(rows[0]._replace(q_len=3, draft=(5, 6)), rows[1])))
+    ours, theirs = guessing.encode(plan), StepEncoder(SHAPES).encode(plan)
+    assert (ours.kind, ours.bucket, ours.draws) == (theirs.kind, theirs.bucket, theirs.draws)
+    np.testing.assert_array_equal(ours.metadata, theirs.metadata)
+    np.testing.assert_array_equal(ours.sampling, theirs.sampling)
 
 
 def test_rows_of_requests_with_a_grammar_are_masked_and_others_are_not(encoder):
@@ -260,13 +278,13 @@ def test_a_step_in_flight_is_not_changed_by_the_next(encoder):
 
 
 @pytest.mark.parametrize(
-    ("position", "min_tokens", "stops", "banned"),
-    [(2, 2, {8}, 1), (3, 2, {8}, 1), (4, 2, {8}, 0), (2, 0, {8}, 0), (2, 2, set(), 0)],
+    ("position", "min_tokens", "stops", "is_banned"),
+    [(2, 2, {8}, True), (3, 2, {8}, True), (4, 2, {8}, False), (2, 0, {8}, False), (2, 2, set(), False)],
 )
-def test_stop_tokens_are_banned_until_min_tokens_are_drawn(encoder, position, min_tokens, stops, banned):
+def test_stop_tokens_are_banned_until_min_tokens_are_drawn(encoder, position, min_tokens, stops, is_banned):
     asked = request(min_tokens=min_tokens, stop_token_ids=frozenset(stops))  # a prompt of 3: position 2 draws the first
     fields = decode(encoder, row(asked, SlotId(0, 0), position=position))
-    assert fields["bans_stops"][0, 0] == banned
+    assert (fields["sample_position"][0, 0] < fields["stops_from"][0, 0]) == is_banned
 
 
 def test_prefill_chunks_fill_whole_tiles_of_one_sequence_each(encoder):

@@ -13,6 +13,7 @@ from moonshard.serving.control.batching.sequence import Occupancy, Phase, Sequen
 from moonshard.serving.control.plan import CopyPlan, DecodePlan, DecodeRow, LoadPlan, Plan, PrefillPlan, Sampled
 from moonshard.serving.control.request import FinishReason, Output, Request, SequenceId, SlotId
 from moonshard.serving.control.sampling_parameters import Sampling
+from tests.serving.control.batching.stepping import Guesser
 from tests.serving.fake_device import FakeDevice, true_output
 
 type Holders = dict[tuple[int, int], list[tuple[int, ...] | None]]  # by partition and block: known tokens up to its end
@@ -34,7 +35,7 @@ class Bench:
 
     def __init__(self, config: SchedulerConfig, pool: BlockPool):
         self.config, self.pool = config, pool
-        self.scheduler = Scheduler(config, pool)
+        self.scheduler = Scheduler(config, pool, lambda request, choice: Guesser())
         self.device = FakeDevice(pool, self.num_emitted)
         self.emissions = random.Random(0)
         self.num_emissions: Counter[int] = Counter()  # rows of several positions, by the tokens they emitted
@@ -151,10 +152,8 @@ class Bench:
         return True
 
     def num_emitted(self, row: DecodeRow) -> int:
-        """A random number that the row allows: exactly one where no row guesses."""
-        if self.config.q_len == 1:
-            return 1
-        num_emitted = self.emissions.randint(0, row.q_len)
+        """A random number that the row allows: exactly one where it does not guess."""
+        num_emitted = self.emissions.randint(1, row.q_len)
         self.num_emissions[num_emitted] += row.q_len > 1
         return num_emitted
 

@@ -1,0 +1,27 @@
+"""What the scheduler knows of whoever guesses a sequence's next tokens. A guess never changes what is drawn."""
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from moonshard.serving.control.request import Request
+
+
+class Drafter(Protocol):
+    """Guesses for one choice of one request; lives as long as it does here."""
+
+    def is_eager(self, num_generated: int) -> bool:
+        """Whether the next row waits until all tokens are known, so that it can guess from them; as far as so many
+        are.
+        """
+        ...
+
+    def propose(self, generated: Sequence[int], most: int) -> tuple[int, ...]:
+        """At most so many tokens that may follow these, which are all that the choice has generated; `most` >= 1."""
+        ...
+
+    def note(self, num_guessed: int, num_accepted: int) -> None:
+        """What became of the last proposal, of which the first `num_guessed` were tried."""
+        ...
+
+
+type Drafters = Callable[[Request, int], Drafter | None]

@@ -1,0 +1,55 @@
+"""All that guesses for one sequence: the grammar's own tokens first, then lookup behind them; and when to stop trying.
+
+A row that guesses must know all tokens before it, so that its step is launched only once the step before has come back.
+That costs the gap between two steps, and more positions cost time of their own. So a sequence whose guesses are rarely
+right goes ahead without for a while, and tries again later.
+"""
+
+from collections.abc import Callable, Sequence
+
+from moonshard.serving.control.drafting.lookup import Lookup
+
+type Forced = Callable[[Sequence[int], int], tuple[int, ...]]  # generated, most -> what alone may follow
+
+WEIGHT = 0.25  # of the newest step in the mean of accepted tokens
+LEAST_ACCEPTED = 0.5  # tokens a step, in the mean, that make it worth while
+FIRST_REST, LONGEST_REST = 8, 32  # tokens without a guess before the next try; doubled as long as tries fail
+
+
+class Guesses:
+    """A `Drafter`. `forced` and `lookup` may each be None."""
+
+    def __init__(self, forced: Forced | None, lookup: Lookup | None, *, is_adaptive: bool = True):
+        self._forced = forced
+        self._lookup = lookup
+        self._is_adaptive = is_adaptive
+        self._mean_accepted = 1.0  # of a step, steps that had nothing to guess counted as 0
+        self._rest = FIRST_REST
+        self._rests_until = 0  # number of generated tokens
+        self._num_generated = 0  # at the last proposal
+
+    def __repr__(self) -> str:
+        return f"Guesses(mean_accepted={self._mean_accepted:.2f}, rests_until={self._rests_until})"
+
+    def is_eager(self, num_generated: int) -> bool:
+        return num_generated >= self._rests_until
+
+    def propose(self, generated: Sequence[int], most: int) -> tuple[int, ...]:
+        self._num_generated = len(generated)
+        if not self.is_eager(len(generated)):
+            return ()
+        draft = self._forced(generated, most) if self._forced is not None else ()
+        if self._lookup is not None and len(draft) < most:
+            draft += self._lookup.propose(generated, draft, most - len(draft))
+        if not draft:
+            self.note(0, 0)
+        return draft
+
+    def note(self, num_guessed: int, num_accepted: int) -> None:
+        self._mean_accepted += WEIGHT * (num_accepted - self._mean_accepted)
+        if not self._is_adaptive or self._mean_accepted >= LEAST_ACCEPTED:
+            self._rest = FIRST_REST if self._mean_accepted >= LEAST_ACCEPTED else self._rest
+            return
+        self._rests_until = self._num_generated + self._rest
+        self._rest = min(2 * self._rest, LONGEST_REST)
+        self._mean_accepted = LEAST_ACCEPTED  # one more failure rests again, one success does not

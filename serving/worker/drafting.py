@@ -1,0 +1,27 @@
+"""What guesses the next tokens of a worker's requests, as its configuration says."""
+
+import functools
+
+from moonshard.serving.config.keys import SpeculationConfig
+from moonshard.serving.constrained.masks import Masks
+from moonshard.serving.control.drafting.drafter import Drafters
+from moonshard.serving.control.drafting.guesses import Guesses
+from moonshard.serving.control.drafting.lookup import Lookup
+from moonshard.serving.control.request import Request, SequenceId
+
+
+def drafters_of(config: SpeculationConfig, masks: Masks) -> Drafters | None:
+    """None where nothing guesses."""
+    if not config.method:
+        return None
+    has_forced, has_lookup = "grammar" in config.method, "lookup" in config.method
+    is_adaptive = config.num_tokens is None
+
+    def drafter(request: Request, choice: int) -> Guesses | None:
+        is_forced = has_forced and bool(request.grammar)
+        if not (is_forced or has_lookup):
+            return None
+        forced = functools.partial(masks.forced, SequenceId(request.id, choice)) if is_forced else None
+        return Guesses(forced, Lookup(request.prompt) if has_lookup else None, is_adaptive=is_adaptive)
+
+    return drafter
