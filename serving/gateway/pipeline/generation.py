@@ -19,6 +19,7 @@ from moonshard.rpc import link_pb2
 from moonshard.rpc.status import InternalError, Unavailable
 from moonshard.serving.config.tenants import Salts
 from moonshard.serving.control.dispatch.queue_bound import QueueBound, TooManyWaiting
+from moonshard.serving.control.request import BACKGROUND
 from moonshard.serving.control.routing.fleet import ModelLimits
 from moonshard.serving.control.routing.router import Affinity
 from moonshard.serving.control.sampling_parameters import PARAMETERS, SEED_BITS
@@ -235,6 +236,7 @@ class Gateway:
             min_tokens=max(0, request.min_tokens - len(begun)),
             n=request.n,
             logprobs=request.num_logprobs,
+            priority=request.priority + (BACKGROUND if request.is_background else 0),
             grammar=grammar_of(request, opening, self.model.tokenizer),
         )
         return run, opening
