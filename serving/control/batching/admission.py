@@ -58,7 +58,7 @@ class Admission:
         return None if head is None else self._admit(head, unlaunched)
 
     def admit_short(self, unlaunched: Set[int], most_tokens: int, beside: Occupancy) -> Occupancy | None:
-        """Admits the first with at most so many tokens to compute, while the prefill of another is under way (`beside`).
+        """Admits the first with at most so many tokens to compute, while another's prefill is under way (`beside`).
 
         It overtakes longer ones, for the first of which a slot and its blocks are kept, but none that is more
         important, be it waiting or being prefilled. Where a landed request waits

@@ -3,7 +3,8 @@
 There are two lines, served as one, the most important first and of these the oldest: the sequences that come back
 (preempted, too many to fork, or resumed from another worker), and the queue of requests that were never admitted, which
 alone is bounded and alone expires. Nobody grows more important by waiting: where more important ones never cease to
-come, the others wait until they expire. Whether there is room is decided in `admission`; requests whose KV is in place wait in `landed`.
+come, the others wait until they expire. Whether there is room is decided in `admission`; requests whose KV is in place
+wait in `landed`.
 """
 
 from bisect import insort

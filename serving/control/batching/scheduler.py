@@ -7,9 +7,9 @@ earlier ones are known; the device feeds each drawn token to the next step itsel
 
 - The most important first, and of these the oldest, within a partition. Growth preempts the last in this order, be it
   running or only holding blocks, and the first is never preempted: something always finishes. A request that comes
-  takes no slot from one that runs, however important it is. Who waits for a slot is overtaken only beside a prefill that a step
-  cannot finish, by those that fit whole into a share of that step, and neither of its own slot
-  nor of its blocks, and by none that is less important.
+  takes no slot from one that runs, however important it is. Who waits for a slot is overtaken only beside a prefill
+  that a step cannot finish, by those that fit whole into a share of that step and are no less important, and neither of
+  its own slot nor of its blocks.
 - Growth before admission. Running sequences take the blocks they need next before anyone enters, so that a preempted
   sequence cannot take back at once what it had to give.
 - In each partition one prefill at a time is unfinished: at most one sequence is cut by the end of a step's budget.

@@ -3,7 +3,8 @@
 A pure state machine around `decode`, with one verb for each thing that a gateway, the scheduler, the device or the
 clock may bring. Its process translates messages into verbs and does what is returned, in that order. Rules:
 
-- The most important first, and of these first come, first served, within a partition; one that is full stops nobody elsewhere. Who waits too long is refused.
+- The most important first, and of these first come, first served, within a partition; one that is full stops nobody
+  elsewhere. Who waits too long is refused.
 - At most one request comes ahead of its slot, so that none stands empty for a whole handoff, and so that those whom the
   scheduler itself has waiting do not take every slot before one can be reserved for.
 - Blocks to grow into stay free for the sequences that run there, and what the next in the scheduler's own queue

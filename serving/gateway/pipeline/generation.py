@@ -100,6 +100,7 @@ class Gateway:
         self._attempts = Attempts(pool, handoffs, max_attempts=max_attempts, may_retry=lambda: not self.is_draining)
         self._idle = asyncio.Event()
         self._idle.set()
+        self.on_change: Callable[[], None] = _nothing  # called when a request has its first token or has ended
 
     @property
     def is_ready(self) -> bool:
@@ -108,6 +109,11 @@ class Gateway:
     @property
     def num_running(self) -> int:
         return self._queue.num_running
+
+    @property
+    def num_waiting(self) -> int:
+        """How many requests wait for their first token."""
+        return self._queue.num_waiting
 
     async def wait_idle(self) -> None:
         await self._idle.wait()
@@ -184,6 +190,7 @@ class Gateway:
             yield AdmittedRequest(request=request, limits=limits, number=number)
         finally:
             self._queue.leave(number)
+            self.on_change()
             if not self._queue.num_running:
                 self._idle.set()
 
@@ -206,6 +213,7 @@ class Gateway:
                     continue
                 if not log.has_begun:
                     self._queue.begun(admission.number)
+                    self.on_change()
                 for told in _accept(choices, event, log):
                     yield told
 
@@ -240,6 +248,10 @@ class Gateway:
             grammar=grammar_of(request, opening, self.model.tokenizer),
         )
         return run, opening
+
+
+def _nothing() -> None:
+    pass
 
 
 def engine_sampling(request: GenerationRequest, defaults: GenerationDefaults) -> link_pb2.EngineSampling:
