@@ -10,7 +10,7 @@ from typing import BinaryIO
 
 import msgspec
 
-from moonshard.serving.gateway.batches.records import CheckedLine, LineError
+from moonshard.serving.gateway.batches.records import CheckedLine, LineError, PendingLine
 from moonshard.serving.gateway.batches.rows import broken_row
 
 MAX_LINES = 50_000  # OpenAI's
@@ -75,7 +75,7 @@ def checked_lines(file: BinaryIO, endpoint: str, max_line_bytes: int) -> Iterato
     for number, start, said in _lines(file, max_line_bytes):
         if len(seen) > MAX_LINES or number > 2 * MAX_LINES:
             raise TooManyLines
-        place = {"number": number, "start": start, "num_bytes": len(said)}
+        place = PendingLine(number=number, start=start, num_bytes=len(said))
         try:
             if len(said) > max_line_bytes:
                 raise BrokenLine("line_too_long", f"the line has more than {max_line_bytes} bytes")
@@ -85,9 +85,9 @@ def checked_lines(file: BinaryIO, endpoint: str, max_line_bytes: int) -> Iterato
             seen.add(line.custom_id)
         except BrokenLine as broken:
             error = LineError(code=broken.code, message=broken.message, line=number)
-            yield CheckedLine(**place, row=broken_row(broken.custom_id, error)), error
+            yield CheckedLine(place, broken_row(broken.custom_id, error)), error
         else:
-            yield CheckedLine(**place), None
+            yield CheckedLine(place), None
 
 
 def _lines(file: BinaryIO, max_bytes: int) -> Iterator[tuple[int, int, bytes]]:

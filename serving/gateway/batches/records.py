@@ -65,13 +65,11 @@ class PendingLine:
     num_bytes: int
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class CheckedLine:
     """A line of the input: to be run where `row` is None, else broken, with its row of the error file."""
 
-    number: int
-    start: int
-    num_bytes: int
+    place: PendingLine
     row: bytes | None = None
 
 

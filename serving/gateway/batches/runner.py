@@ -173,9 +173,9 @@ class Runner:
         line = read_line(await self._journal.persist(self._said, batch, place), batch.endpoint)
         request_id = secrets.token_hex(16)
         while True:
-            if self._journal.is_full:
-                raise StoreFull
             async with self._work.room.place():
+                if self._journal.is_full:
+                    raise StoreFull
                 answer = await self._ask(batch, line, request_id)
             if answer.is_final:
                 break

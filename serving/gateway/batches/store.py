@@ -15,7 +15,7 @@ import sqlite3
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
+from dataclasses import asdict, astuple
 from pathlib import Path
 from typing import Any
 
@@ -158,7 +158,7 @@ class Store:
             self._db.execute("DELETE FROM lines WHERE batch_id = ?", (batch_id,))
             self._db.executemany(
                 "INSERT INTO lines VALUES (?, ?, ?, ?, ?, ?)",
-                ((batch_id, each.number, each.start, each.num_bytes, each.row, each.row is not None) for each in lines),
+                ((batch_id, *astuple(each.place), each.row, each.row is not None) for each in lines),
             )
             self._db.execute(
                 "UPDATE batches SET status = 'in_progress', in_progress_at = :now,"
