@@ -48,14 +48,16 @@ class Journal:
 
     async def persist[**P, T](self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """As `run`, but tries until the disk takes it."""
+        is_late = False
         while True:
             try:
                 done = await self.run(work, *args, **kwargs)
             except Unavailable as error:
-                self.trouble = error.message
+                is_late, self.trouble = True, error.message
                 await asyncio.sleep(RETRY_S)
             else:
-                self.trouble = None
+                if is_late:  # what could be read all the while says nothing
+                    self.trouble = None
                 return done
 
     async def put(self, result: LineResult) -> None:

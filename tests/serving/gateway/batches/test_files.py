@@ -1,5 +1,6 @@
 """Files over real HTTP: uploads in any shape, and who may see what came of them."""
 
+import itertools
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
@@ -93,7 +94,7 @@ def test_a_form_is_read_alike_however_it_is_cut(content: bytes, cuts: list[int])
     body = form(('name="file"; filename="f"', content), PURPOSE) + b"epilogue"
     places = sorted({0, len(body), *(cut for cut in cuts if cut < len(body))})
     reader, found = FormReader(BOUNDARY.encode()), {}
-    for start, end in zip(places, places[1:], strict=False):
+    for start, end in itertools.pairwise(places):
         for event in reader.pieces(body[start:end]):
             match event:
                 case PartBegun(name, _):
