@@ -2,6 +2,7 @@
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -174,7 +175,7 @@ async def test_a_batch_whose_results_have_no_room_fails_with_what_there_is(
     ],
 )
 async def test_a_request_for_a_batch_is_refused_by_the_field_at_fault(
-    changes: dict[str, object], param: str | None, http: httpx.AsyncClient
+    changes: dict[str, Any], param: str | None, http: httpx.AsyncClient
 ):
     response = await create(http, await upload(http, [line("a")]), **changes)
     assert response.status_code == (404 if param == "input_file_id" else 400)

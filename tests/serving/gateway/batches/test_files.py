@@ -93,7 +93,7 @@ async def test_files_are_listed_in_pages_by_purpose_and_order(http: httpx.AsyncC
 def test_a_form_is_read_alike_however_it_is_cut(content: bytes, cuts: list[int]):
     body = form(('name="file"; filename="f"', content), PURPOSE) + b"epilogue"
     places = sorted({0, len(body), *(cut for cut in cuts if cut < len(body))})
-    reader, found = FormReader(BOUNDARY.encode()), {}
+    reader, found, last = FormReader(BOUNDARY.encode()), {}, ""
     for start, end in itertools.pairwise(places):
         for event in reader.pieces(body[start:end]):
             match event:

@@ -3,6 +3,7 @@
 import json
 import sqlite3
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -121,19 +122,21 @@ async def test_a_full_disk_pauses_a_batch_which_says_so_and_goes_on(
     http: httpx.AsyncClient, worker: FakeWorker, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(journal, "RETRY_S", 0.01)
-    put = Store.put
+    put, is_full = Store.put, True
 
-    def full(*_: object) -> None:
-        raise sqlite3.OperationalError("database or disk is full")
+    def put_if_there_is_room(*asked: Any) -> None:
+        if is_full:
+            raise sqlite3.OperationalError("database or disk is full")
+        put(*asked)
 
-    monkeypatch.setattr(Store, "put", full)
+    monkeypatch.setattr(Store, "put", put_if_there_is_room)
     created = (await create(http, await upload(http, [line(str(number)) for number in range(30)]))).json()
     while (batch := (await http.get(f"/v1/batches/{created['id']}")).json())["errors"] is None:
         pass
     assert (batch["status"], batch["errors"]["data"][0]["code"]) == ("in_progress", "paused")
     assert "disk is full" in json.dumps(batch["errors"])
     assert (await http.post("/v1/completions", json={"prompt": [1], "max_tokens": 1})).status_code == 200
-    monkeypatch.setattr(Store, "put", put)
+    is_full = False
     batch = await ended(http, created["id"])
     assert (batch["status"], batch["errors"], batch["request_counts"]["completed"]) == ("completed", None, 30)
     assert len(worker.runs) == 31
