@@ -115,8 +115,7 @@ def draw(
 ) -> tuple[Draws, SlotState[Array]]:
     """Draws one token for each of the first `num_rows` rows and notes it in the row's slot.
 
-    A row whose slot is out of range draws for nobody, and of a tile none of whose rows has a slot nothing is computed.
-    What lies beyond `num_rows` is not looked at: it draws zeros.
+    A row whose slot is out of range draws for nobody. What lies beyond `num_rows` is not looked at: it draws zeros.
 
     Args:
         num_top: of how many of the likeliest tokens to give log-probabilities, where a row wants any.
@@ -124,34 +123,27 @@ def draw(
         allowed: 32-bit words; bit t % 32 of word t // 32 says whether token t may be drawn. Looked at for masked rows
             alone; at least one bit of each. None where no row is masked, and nothing of the program.
     """
-    num_padded, size, num_slots = len(logits), min(num_top, logits.shape[1]), len(slots.output_counts)
+    num_padded, size = len(logits), min(num_top, logits.shape[1])
 
     def draw_tile(index: Int[Array, ""], drawn: Draws) -> Draws:
         own_logits, own, own_slots, own_allowed = jax.tree.map(
             lambda leaf: jax.lax.dynamic_slice_in_dim(leaf, index * tile, tile), (logits, rows, slot_of_row, allowed)
         )
-        found = jax.lax.cond(
-            jnp.any(own_slots < num_slots),
-            lambda: _draw_tile(own_logits, own, slots, own_slots, own_allowed, num_top),
-            lambda: _no_draws(tile, size),
-        )
+        found = _draw_tile(own_logits, own, slots, own_slots, own_allowed, num_top)
         return jax.tree.map(
             lambda whole, part: jax.lax.dynamic_update_slice_in_dim(whole, part, index * tile, axis=0), drawn, found
         )
 
-    drawn = jax.lax.fori_loop(0, (num_rows + tile - 1) // tile, draw_tile, _no_draws(num_padded, size))
-    noted = jnp.where(jnp.arange(num_padded) < num_rows, slot_of_row, num_slots)
+    nothing = Draws(
+        tokens=jnp.zeros(num_padded, jnp.int32),
+        logprobs=jnp.zeros(num_padded),
+        top_ids=jnp.zeros((num_padded, size), jnp.int32),
+        top_logprobs=jnp.zeros((num_padded, size)),
+    )
+    drawn = jax.lax.fori_loop(0, (num_rows + tile - 1) // tile, draw_tile, nothing)
+    noted = jnp.where(jnp.arange(num_padded) < num_rows, slot_of_row, len(slots.output_counts))
     counts = slots.output_counts.at[noted, drawn.tokens].add(1, mode="drop")
     return drawn, replace(slots, output_counts=counts)
-
-
-def _no_draws(num_rows: int, num_top: int) -> Draws:
-    return Draws(
-        tokens=jnp.zeros(num_rows, jnp.int32),
-        logprobs=jnp.zeros(num_rows),
-        top_ids=jnp.zeros((num_rows, num_top), jnp.int32),
-        top_logprobs=jnp.zeros((num_rows, num_top)),
-    )
 
 
 def _draw_tile(

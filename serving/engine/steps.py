@@ -28,14 +28,12 @@ NOWHERE = 2**31 - 1  # beyond every array: what is written there is dropped
 class StepKind(enum.Enum):
     PREFILL = "prefill"
     DECODE = "decode"
-    VERIFY = "verify"  # a decode whose rows go on by tokens that were guessed to follow
     LOAD = "load"
     COPY = "copy"
     EXPORT = "export"
     LAND = "land"
-    # never steps of their own: launches behind one that computes logits
+    # never steps of their own: launches behind a prefill or a decode
     DRAW = "draw"
-    ACCEPT = "accept"  # the draws of a verification
     NOTE = "note"  # the last stage's draws come to the first
 
 
@@ -43,10 +41,7 @@ class DrawMasks(Protocol):
     """Which tokens the rows of a step's draws may draw, known only once the forward pass runs."""
 
     def __call__(self) -> np.ndarray:
-        """[partitions x slots, words] uint32: bit t % 32 of word t // 32 says whether token t may be drawn.
-
-        Of a verification [partitions x positions x slots, words].
-        """
+        """[partitions x slots, words] uint32: bit t % 32 of word t // 32 says whether token t may be drawn."""
         ...
 
     def tell(self, tokens: np.ndarray, num_emitted: np.ndarray) -> None:
@@ -122,19 +117,6 @@ class StepLayout:
         }
 
 
-_BY_EFFORT = (
-    StepKind.PREFILL,
-    StepKind.DECODE,
-    StepKind.VERIFY,
-    StepKind.DRAW,
-    StepKind.ACCEPT,
-    StepKind.EXPORT,
-    StepKind.LAND,
-    StepKind.LOAD,
-    StepKind.COPY,
-)
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepShapes:
     """The static sizes of a worker's programs. Buckets are per partition: each has as many rows of its own."""
@@ -145,7 +127,7 @@ class StepShapes:
     groups: BlockGroups = PLAIN
     max_context_tokens: int
     q_tile: int  # queries per row of a prefill, at most: a row belongs to one sequence
-    q_len: int = 1  # positions per row of a verification; 1: there is none
+    q_len: int = 1  # positions per row of a decode, at most
     prefill_buckets: tuple[int, ...]  # padded tokens, ascending: multiples of q_tile, or of one row that is shorter
     decode_buckets: tuple[int, ...]  # rows, ascending to slots_per_partition; empty for a worker that only prefills
     transfer_buckets: tuple[int, ...] = ()  # blocks, ascending; none where no KV comes or goes
@@ -154,8 +136,6 @@ class StepShapes:
     def buckets(self) -> dict[StepKind, tuple[int, ...]]:
         """The buckets of the kinds that have several sizes, ascending."""
         found = {StepKind.DECODE: self.decode_buckets, StepKind.PREFILL: self.prefill_buckets}
-        if self.q_len > 1:
-            found[StepKind.VERIFY] = self.decode_buckets
         found |= dict.fromkeys((StepKind.EXPORT, StepKind.LAND), self.transfer_buckets)
         return {kind: sizes for kind, sizes in found.items() if sizes}
 
@@ -165,9 +145,9 @@ class StepShapes:
 
         Of each kind the largest first.
         """
-        single = {StepKind.DRAW, StepKind.LOAD, StepKind.COPY} | ({StepKind.ACCEPT} if self.q_len > 1 else set())
-        sizes = self.buckets | dict.fromkeys(single, (0,))
-        kinds = sorted(sizes, key=_BY_EFFORT.index)
+        sizes = self.buckets | dict.fromkeys((StepKind.DRAW, StepKind.LOAD, StepKind.COPY), (0,))
+        order = (StepKind.PREFILL, StepKind.DECODE, StepKind.DRAW, StepKind.EXPORT, StepKind.LAND)
+        kinds = sorted(sizes, key=[*order, StepKind.LOAD, StepKind.COPY].index)
         return tuple((kind, size) for kind in kinds for size in reversed(sizes[kind]))
 
     def layout(self, kind: StepKind, bucket: int = 0) -> StepLayout:
@@ -176,9 +156,7 @@ class StepShapes:
             case StepKind.PREFILL:
                 return self._prefill(bucket)
             case StepKind.DECODE:
-                return StepLayout(self._decode(bucket))
-            case StepKind.VERIFY:
-                return StepLayout((*self._decode(bucket), *self._guessed("", bucket)))
+                return self._decode(bucket)
             case StepKind.LOAD:
                 return self._load()
             case StepKind.COPY:
@@ -188,9 +166,7 @@ class StepShapes:
             case StepKind.LAND:
                 return StepLayout((Field("destination", (bucket,), neutral=NOWHERE),))
             case StepKind.DRAW | StepKind.NOTE:
-                return StepLayout(self._draw())
-            case StepKind.ACCEPT:
-                return StepLayout((*self._draw(), *self._guessed("sample_", self.slots_per_partition)))
+                return self._draw()
 
     def prefill_tile(self, bucket: int) -> int:
         """Queries per row of a prefill bucket: the smallest may be less than a whole row."""
@@ -208,36 +184,36 @@ class StepShapes:
             )
         )
 
-    def _decode(self, rows: int) -> tuple[Field, ...]:
-        return (
-            Field("slot", (rows,), neutral=self.slots_per_partition),  # slots_per_partition: padding
-            Field("positions", (rows,), neutral=-1),  # of the input token; below 0: padding
-            self._tables(rows),
-        )
-
-    def _guessed(self, prefix: str, rows: int) -> tuple[Field, ...]:
-        """The tokens that are guessed to follow each row's input token, and how many positions that makes."""
-        return (
-            Field(f"{prefix}draft", (rows, self.q_len - 1)),
-            Field(f"{prefix}q_len", (rows,), neutral=1),
+    def _decode(self, rows: int) -> StepLayout:
+        """The fields of a decode step. Where every row has one position, no field gives its length."""
+        q_len = (Field("q_len", (rows,)),) if self.q_len > 1 else ()
+        return StepLayout(
+            (
+                Field("slot", (rows,), neutral=self.slots_per_partition),  # slots_per_partition: padding
+                Field("positions", (rows,), neutral=-1),  # of the input token; below 0: padding
+                self._tables(rows),
+                *q_len,
+            )
         )
 
     def _tables(self, rows: int) -> Field:
         return Field("block_tables", (rows, len(self.groups), self.columns_per_sequence))
 
-    def _draw(self) -> tuple[Field, ...]:
+    def _draw(self) -> StepLayout:
         """The fields of draws: the same for prefills and decodes of every bucket, so that draws are compiled once."""
         rows = self.slots_per_partition
-        return (
-            Field("num_rows", ()),  # what lies beyond is not looked at
-            Field("sample_slot", (rows,), neutral=rows),  # out of range: draws for nobody
-            *(_column(parameter, rows) for parameter in PARAMETERS),
-            Field("choice", (rows,)),
-            Field("sample_position", (rows,)),  # of the token to be drawn, the first of several
-            Field("has_bias", (rows,)),
-            Field("stops_from", (rows,)),  # the first position at which stop tokens may be drawn
-            Field("wants_logprobs", (rows,)),
-            Field("is_masked", (rows,)),
+        return StepLayout(
+            (
+                Field("num_rows", ()),  # what lies beyond is not looked at
+                Field("sample_slot", (rows,), neutral=rows),  # out of range: draws for nobody
+                *(_column(parameter, rows) for parameter in PARAMETERS),
+                Field("choice", (rows,)),
+                Field("sample_position", (rows,)),
+                Field("has_bias", (rows,)),
+                Field("bans_stops", (rows,)),
+                Field("wants_logprobs", (rows,)),
+                Field("is_masked", (rows,)),
+            )
         )
 
     def _load(self) -> StepLayout:
