@@ -8,7 +8,6 @@ type Status = Literal[
     "validating", "in_progress", "finalizing", "completed", "failed", "expired", "cancelling", "cancelled"
 ]
 ENDED: frozenset[Status] = frozenset({"completed", "failed", "expired", "cancelled"})
-# the state that a batch ends in once its files are written, by the one in which its lines ended
 STAMPS: tuple[str, ...] = (
     *("in_progress_at", "finalizing_at", "completed_at", "failed_at"),
     *("expired_at", "cancelling_at", "cancelled_at"),

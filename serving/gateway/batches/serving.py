@@ -7,9 +7,9 @@ from pathlib import Path
 from starlette.types import ASGIApp
 
 from moonshard.serving.config.keys import BatchesConfig
+from moonshard.serving.gateway.batches.api.routes import Batches
 from moonshard.serving.gateway.batches.journal import Journal, opened_store
 from moonshard.serving.gateway.batches.room import Room
-from moonshard.serving.gateway.batches.routes import Batches
 from moonshard.serving.gateway.batches.runner import Runner, Work
 from moonshard.serving.gateway.pipeline.generation import Gateway
 from moonshard.serving.gateway.records.metrics import GatewayMetrics

@@ -18,7 +18,7 @@ from starlette.types import ASGIApp
 
 from moonshard.rpc.status import Unavailable
 from moonshard.serving.config.tenants import Tenants
-from moonshard.serving.gateway.batches.routes import Batches, Handler, Methods, batch_routes
+from moonshard.serving.gateway.batches.api.routes import Batches, Handler, Methods, batch_routes
 from moonshard.serving.gateway.caller import Caller, check_key, read_caller
 from moonshard.serving.gateway.http.answering import Answering
 from moonshard.serving.gateway.http.disconnect import until_disconnect

@@ -9,6 +9,7 @@ import pytest
 
 from moonshard.serving.config.keys import BatchesConfig, GatewayConfig
 from moonshard.serving.control.request import BACKGROUND
+from moonshard.serving.gateway.batches.api import requests
 from moonshard.serving.gateway.process import RunningGateway
 from tests.serving.gateway.batches.asking import create, ended, line, rows, run, upload
 from tests.serving.gateway.batches.conftest import MAX_BYTES, a_gateway
@@ -241,3 +242,15 @@ async def test_a_store_has_room_for_so_many_bytes_and_no_more(http: httpx.AsyncC
     [only] = (await http.get("/v1/files")).json()["data"]
     await http.delete(f"/v1/files/{only['id']}")
     await upload(http, [b"x" * MAX_BYTES])
+
+
+async def test_lines_that_have_not_run_in_time_have_a_row_that_says_so(
+    http: httpx.AsyncClient, worker: FakeWorker, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(requests, "_UNIT_S", {"m": 1})  # a second each
+    worker.script.max_tokens_sent = 1
+    batch = await run(http, [line(str(number)) for number in range(3)], completion_window="1m")
+    assert (batch["status"], batch["output_file_id"]) == ("expired", None)
+    assert batch["request_counts"] == {"total": 3, "completed": 0, "failed": 3}
+    found = await rows(http, batch["error_file_id"])
+    assert [(row["custom_id"], row["error"]["code"]) for row in found] == [(str(n), "batch_expired") for n in range(3)]

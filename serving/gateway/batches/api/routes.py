@@ -8,13 +8,13 @@ from starlette.responses import FileResponse, Response
 
 from moonshard.rpc.status import InvalidArgument, NotFound, Overloaded
 from moonshard.serving.config.tenants import Tenants
+from moonshard.serving.gateway.batches.api.objects import batch_object, file_object, page
+from moonshard.serving.gateway.batches.api.requests import DECODER, batch_meant
+from moonshard.serving.gateway.batches.api.uploads import PURPOSE, Upload
 from moonshard.serving.gateway.batches.journal import Journal
-from moonshard.serving.gateway.batches.objects import batch_object, file_object, page
 from moonshard.serving.gateway.batches.records import BatchRecord, FileRecord
-from moonshard.serving.gateway.batches.requests import DECODER, batch_meant
 from moonshard.serving.gateway.batches.runner import Runner
 from moonshard.serving.gateway.batches.store import Store
-from moonshard.serving.gateway.batches.uploads import PURPOSE, Upload
 from moonshard.serving.gateway.caller import check_key
 from moonshard.serving.gateway.http.edge import header_of
 from moonshard.serving.gateway.http.errors import json_response, late_headers
