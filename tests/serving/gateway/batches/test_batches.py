@@ -7,6 +7,7 @@ from typing import Any
 import httpx
 import pytest
 
+from moonshard.rpc import link_pb2
 from moonshard.serving.config.keys import BatchesConfig, GatewayConfig
 from moonshard.serving.control.request import BACKGROUND
 from moonshard.serving.gateway.batches.api import requests
@@ -114,7 +115,19 @@ async def test_no_line_is_begun_while_others_have_every_slot(http: httpx.AsyncCl
     assert (await ended(http, created["id"]))["status"] == "completed"
 
 
-async def test_a_line_that_finds_no_room_is_asked_again_until_it_has_an_answer(
+async def test_a_line_that_a_worker_refuses_for_want_of_room_is_asked_again(
+    http: httpx.AsyncClient, worker: FakeWorker
+):
+    worker.script.failure = link_pb2.Failed(code=8, message="the queue is full", retry_after_s=1.0)
+    created = (await create(http, await upload(http, [line("a")]))).json()
+    await worker.seen(1)
+    worker.script.failure = None
+    batch = await ended(http, created["id"])
+    assert batch["request_counts"] == {"total": 1, "completed": 1, "failed": 0}
+    assert "moonshard_batch_retries_total 1.0" in (await http.get("/metrics")).text
+
+
+async def test_a_line_for_which_there_is_no_worker_waits_for_one(
     http: httpx.AsyncClient, worker: FakeWorker, running: RunningGateway
 ):
     worker.send_load(draining=True)
