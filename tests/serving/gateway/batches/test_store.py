@@ -140,6 +140,9 @@ async def test_a_full_disk_pauses_a_batch_which_says_so_and_goes_on(
     batch = await ended(http, created["id"])
     assert (batch["status"], batch["errors"], batch["request_counts"]["completed"]) == ("completed", None, 30)
     assert len(worker.runs) == 31
+    told = (await http.get("/metrics")).text
+    assert "moonshard_batch_store_failures_total 0.0" not in told
+    assert "moonshard_batch_store_failures_total" in told
 
 
 async def test_what_must_be_written_is_refused_where_the_disk_is_full(
