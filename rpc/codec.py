@@ -30,7 +30,7 @@ from moonshard.rpc.types import (
 )
 
 _REQUEST_OPTIONS = frozenset(
-    {"model", "n", "logprobs", "request_id", "forced_function", "single_tool_call", "require_tool_call"}
+    {"model", "n", "logprobs", "request_id", "forced_function", "single_tool_call", "require_tool_call", "priority"}
 )
 _CHAT_OPTIONS = frozenset({"tools", "template_kwargs", "reasoning_effort"})
 _FINISH_REASONS: dict[int, FinishReason | None] = {

@@ -84,7 +84,7 @@ class EngineSampling(_message.Message):
     def __init__(self, temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., min_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., bias_ids: _Optional[_Iterable[int]] = ..., bias_values: _Optional[_Iterable[float]] = ..., seed: _Optional[int] = ...) -> None: ...
 
 class Run(_message.Message):
-    __slots__ = ("request_id", "prompt_tokens", "sampling", "stop_token_ids", "max_tokens", "min_tokens", "n", "logprobs", "resumed", "partition", "target", "endpoint", "prefix_root", "block_names", "traceparent", "tracestate", "grammar")
+    __slots__ = ("request_id", "prompt_tokens", "sampling", "stop_token_ids", "max_tokens", "min_tokens", "n", "logprobs", "resumed", "partition", "target", "endpoint", "prefix_root", "block_names", "traceparent", "tracestate", "grammar", "priority")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
@@ -102,6 +102,7 @@ class Run(_message.Message):
     TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
     TRACESTATE_FIELD_NUMBER: _ClassVar[int]
     GRAMMAR_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
     request_id: bytes
     prompt_tokens: _containers.RepeatedScalarFieldContainer[int]
     sampling: EngineSampling
@@ -119,7 +120,8 @@ class Run(_message.Message):
     traceparent: str
     tracestate: str
     grammar: str
-    def __init__(self, request_id: _Optional[bytes] = ..., prompt_tokens: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[EngineSampling, _Mapping]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., n: _Optional[int] = ..., logprobs: _Optional[int] = ..., resumed: _Optional[_Iterable[_Union[Resumed, _Mapping]]] = ..., partition: _Optional[int] = ..., target: _Optional[_Union[Target, _Mapping]] = ..., endpoint: _Optional[_Union[KvEndpoint, _Mapping]] = ..., prefix_root: _Optional[bytes] = ..., block_names: _Optional[bytes] = ..., traceparent: _Optional[str] = ..., tracestate: _Optional[str] = ..., grammar: _Optional[str] = ...) -> None: ...
+    priority: int
+    def __init__(self, request_id: _Optional[bytes] = ..., prompt_tokens: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[EngineSampling, _Mapping]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., n: _Optional[int] = ..., logprobs: _Optional[int] = ..., resumed: _Optional[_Iterable[_Union[Resumed, _Mapping]]] = ..., partition: _Optional[int] = ..., target: _Optional[_Union[Target, _Mapping]] = ..., endpoint: _Optional[_Union[KvEndpoint, _Mapping]] = ..., prefix_root: _Optional[bytes] = ..., block_names: _Optional[bytes] = ..., traceparent: _Optional[str] = ..., tracestate: _Optional[str] = ..., grammar: _Optional[str] = ..., priority: _Optional[int] = ...) -> None: ...
 
 class Resumed(_message.Message):
     __slots__ = ("choice", "token_ids")

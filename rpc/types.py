@@ -51,6 +51,7 @@ class GenerateOptions(TypedDict, total=False):
     single_tool_call: bool
     require_tool_call: bool
     structured_outputs: StructuredOutputs
+    priority: int  # lower is served first; 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -98,6 +98,14 @@ class ResponsesConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class BatchesConfig:
+    """What a gateway keeps on disk for /v1/files and /v1/batches."""
+
+    path: Path | None = None  # a folder of this gateway's own, made where it is missing; none: neither is served
+    max_bytes: Large = 16 * 1024**3  # of all tenants' files and results together
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class RoutingConfig:
     """Which worker a request goes to, and what becomes of it when that one is lost."""
 
@@ -231,6 +239,7 @@ class Config:
     model: ModelConfig
     gateway: GatewayConfig = field(default_factory=GatewayConfig)
     responses: ResponsesConfig = field(default_factory=ResponsesConfig)
+    batches: BatchesConfig = field(default_factory=BatchesConfig)
     prices: Prices = field(default_factory=Prices)
     routing: RoutingConfig = field(default_factory=RoutingConfig)
     worker: WorkerConfig = field(default_factory=WorkerConfig)

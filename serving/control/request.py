@@ -15,6 +15,8 @@ MAX_STOP_TOKENS = 16  # per request, the folder's own end tokens included: rows 
 MAX_LOGIT_BIAS = 300  # per request, OpenAI's limit: likewise
 MAX_CHOICES = 128  # per request
 MAX_LOGPROBS = 20  # most likely alternatives per position
+MAX_PRIORITY = 2**31 - 1  # that a client may give, and as far below 0
+BACKGROUND = 2**32  # added to the priority of what nobody waits for: it comes behind all that clients ask for
 
 
 class FinishReason(enum.Enum):
@@ -36,6 +38,7 @@ class Request:
     min_tokens: int = 0  # stop tokens cannot be drawn before
     n: int = 1
     num_logprobs: int | None = None  # None: no log-probabilities at all; 0: the chosen token's only
+    priority: int = 0  # lower is served first, as vLLM has it; of equals the oldest
     grammar: str = ""  # that every choice keeps to, as `serving.constrained` has it; empty: none
     prefix_root: bytes = b""  # what blocks of KV depend on besides tokens, as `kv.prefix.root_name` makes it
     block_names: tuple[bytes, ...] = ()  # of the prompt's full blocks, from the first on, as far as they are known

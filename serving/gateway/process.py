@@ -12,6 +12,7 @@ import socket
 import sys
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
@@ -30,6 +31,8 @@ from moonshard.serving.deploy.startup import ProcessStart
 from moonshard.serving.deploy.status_pipe import Status
 from moonshard.serving.deploy.timings import Timings
 from moonshard.serving.gateway.aside import SWITCH_INTERVAL_S
+from moonshard.serving.gateway.batches.inner import NamedTenants
+from moonshard.serving.gateway.batches.serving import opened_batches, running_batches
 from moonshard.serving.gateway.fronts import (
     CLOSE_TIMEOUT_S,
     bind_http,
@@ -185,19 +188,32 @@ async def _serving(
         max_attempts=config.routing.max_attempts,
     )
     intake = _intake(config.gateway, gateway)
-    front = HttpFront(
+    front_of = partial(
+        HttpFront,
         gateway,
         metrics,
         version=version("moonshard"),
         intake=intake,
         unknown_fields=UnknownFields(config.gateway.unknown_fields, metrics),
-        tenants=tenants,
         strangers=_strangers(config.gateway, listener),
         stored=StoredResponses(config.responses.max_stored, config.responses.max_stored_bytes),
         keep_alive_s=keep_alive_s,
     )
+    batches = opened_batches(
+        config.batches,
+        gateway,
+        metrics,
+        lambda: front_of(tenants=NamedTenants(), is_background=True).app,
+        config.gateway.max_body_bytes,
+    )
+    front = front_of(tenants=tenants, batches=batches)
     grpc_server = grpc_front(config.gateway, gateway, intake, tenants)
-    async with pool.running(), serving_grpc(grpc_server), serving_http(config.gateway, front.app, listener):
+    async with (
+        pool.running(),
+        running_batches(batches),
+        serving_grpc(grpc_server),
+        serving_http(config.gateway, front.app, listener),
+    ):
         yield RunningGateway(
             gateway=gateway,
             grpc_server=grpc_server,

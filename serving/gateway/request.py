@@ -11,7 +11,13 @@ from dataclasses import dataclass, field
 from moonshard.models.folder.generation import GenerationDefaults
 from moonshard.rpc.status import ContextLengthExceeded, InvalidArgument
 from moonshard.serving.constrained.parts import Part
-from moonshard.serving.control.request import MAX_CHOICES, MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOP_TOKENS
+from moonshard.serving.control.request import (
+    MAX_CHOICES,
+    MAX_LOGIT_BIAS,
+    MAX_LOGPROBS,
+    MAX_PRIORITY,
+    MAX_STOP_TOKENS,
+)
 from moonshard.serving.control.sampling_parameters import PARAMETERS, Range
 from moonshard.serving.gateway.caller import Caller
 from moonshard.serving.observe.spans.context import TraceContext
@@ -124,6 +130,8 @@ class GenerationRequest:
     ignore_eos: bool = False
     n: int = 1
     num_logprobs: int | None = None
+    priority: int = 0  # lower is served first
+    is_background: bool = False  # nobody waits for the answer: it comes behind all others, whatever its priority
     skip_special_tokens: bool = True
     tool_use: ToolUse | None = None  # None: calls in the answer are not looked for
     form: Part | None = None  # that the answer keeps to, where it is no call
@@ -153,6 +161,7 @@ _RANGES = {
     "max_tokens": Range(1, 2**32 - 1),
     "min_tokens": Range(0, 2**32 - 1),
     "num_logprobs": Range(0, MAX_LOGPROBS),
+    "priority": Range(-MAX_PRIORITY, MAX_PRIORITY),
 }
 
 

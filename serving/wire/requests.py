@@ -13,9 +13,11 @@ from moonshard.rpc.status import InvalidArgument, Overloaded, RequestError
 from moonshard.serving.constrained.grammars import MAX_GRAMMAR_CHARS
 from moonshard.serving.control.batching.queue import NeverFits, QueueFull, QueueTimeout, Rejected
 from moonshard.serving.control.request import (
+    BACKGROUND,
     MAX_CHOICES,
     MAX_LOGIT_BIAS,
     MAX_LOGPROBS,
+    MAX_PRIORITY,
     MAX_STOP_TOKENS,
     FinishReason,
     Logprobs,
@@ -62,6 +64,7 @@ def request_from(run: link_pb2.Run, limits: Limits) -> Request:
         min_tokens=run.min_tokens,
         n=run.n,
         num_logprobs=run.logprobs if run.HasField("logprobs") else None,
+        priority=run.priority,
         grammar=run.grammar,
         prefix_root=run.prefix_root,
         block_names=tuple(names),
@@ -86,6 +89,7 @@ def _check(run: link_pb2.Run, limits: Limits) -> None:
             "min_tokens": run.min_tokens > run.max_tokens > 0,
             "n": run.n > MAX_CHOICES,
             "logprobs": run.logprobs > MAX_LOGPROBS,
+            "priority": not -MAX_PRIORITY <= run.priority <= MAX_PRIORITY + BACKGROUND,
             "grammar": len(run.grammar) > MAX_GRAMMAR_CHARS,
             "prefix_root": len(run.prefix_root) > MAX_ROOT_BYTES,
             "block_names": len(names) not in (0, num_name_bytes) or len(names) != NAME_BYTES * _num_distinct(names),

@@ -28,8 +28,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 @pytest.fixture(scope="session")
-def server() -> Iterator[RunningServer]:
-    overrides = ("mode=aggregated", f"model.max_context_tokens={MAX_CONTEXT_TOKENS}")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    batches = f"batches.path={tmp_path_factory.mktemp('batches')}"
+    overrides = ("mode=aggregated", f"model.max_context_tokens={MAX_CONTEXT_TOKENS}", batches)
     with serving(overrides, os.environ) as running:
         yield running
 

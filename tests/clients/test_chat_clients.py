@@ -48,6 +48,21 @@ def test_a_node_client_works_unchanged(name: str, server: RunningServer, run: Ru
     check(name, json.loads(run([node(), script, asked(server)])), counted(server))
 
 
+def test_openais_package_has_its_files_and_batches(server: RunningServer, installed: Installed, run: Run):
+    script = Path(__file__).parent / "python" / "run_openai_batches.py"
+    assert json.loads(run([installed("openai") / "python", script, asked(server)])) == {
+        "status": "completed",
+        "metadata": {"of": "a test"},
+        "counts": {"total": 3, "completed": 1, "failed": 2},
+        "answers": [["good", ANSWER]],
+        "errors": [[None, None], ["bad", 400]],
+        "listed": True,
+        "files": ["batch", "batch_output", "batch_output"],
+        "cancelled": "completed",
+        "deleted": True,
+    }
+
+
 def asked(server: RunningServer) -> str:
     return json.dumps(
         {

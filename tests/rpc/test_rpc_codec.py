@@ -61,6 +61,7 @@ def test_every_option_reaches_its_field():
         single_tool_call=True,
         require_tool_call=True,
         structured_outputs={"json_schema": {"type": "object"}},
+        priority=-3,
     )
     assert set(options) == set(GenerateOptions.__annotations__)
     request = encode_generate([{"role": "user", "content": "x"}], options)
@@ -83,7 +84,7 @@ def test_every_option_reaches_its_field():
         reasoning_effort="none",
     )
     whole = {"chat": chat, "model": "tiny", "n": 2, "logprobs": 0, "request_id": "mine"}
-    whole |= {"forced_function": "f", "single_tool_call": True, "require_tool_call": True}
+    whole |= {"forced_function": "f", "single_tool_call": True, "require_tool_call": True, "priority": -3}
     whole |= {"structured_outputs": pb.StructuredOutputs(json_schema='{"type": "object"}')}
     assert request == pb.GenerateRequest(**whole, sampling=sampling, stop=stop)
     with pytest.raises(InvalidArgument, match="tools"):

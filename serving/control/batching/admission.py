@@ -5,10 +5,10 @@ Forked, beside a leader whose prefill ends, sharing what it may of its blocks. L
 elsewhere, to decode at once; the other choices of a landed request fork from its leader as it takes its slot. The
 scheduler decides when each is tried, and `slots` keeps the account.
 
-A landed request needs no blocks to enter, so it would always be served before an older sequence that does. Hence the
-last free slot is left to an older one that waits for admission, unless that one could not use it: nobody runs in the
-partition, and landed requests or leases hold the blocks it lacks. Since nobody younger passes a landed request, those
-who wait with blocks are the youngest of their partition.
+A landed request needs no blocks to enter, so it would always be served before a sequence that is before it and does.
+Hence the last free slot is left to one before it that waits for admission, unless that one could not use it: nobody
+runs in the partition, and landed requests or leases hold the blocks it lacks. Before another is who is more important,
+and of equals the older one.
 """
 
 import itertools
@@ -57,16 +57,19 @@ class Admission:
         head = self._waiting.head()
         return None if head is None else self._admit(head, unlaunched)
 
-    def admit_short(self, unlaunched: Set[int], most_tokens: int) -> Occupancy | None:
-        """Admits the oldest with at most so many tokens to compute, while the prefill of an older one is under way.
+    def admit_short(self, unlaunched: Set[int], most_tokens: int, beside: Occupancy) -> Occupancy | None:
+        """Admits the first with at most so many tokens to compute, while another's prefill is under way (`beside`).
 
-        It overtakes longer ones, for the first of which a slot and its blocks are kept. Where a landed request waits
+        It overtakes longer ones, for the first of which a slot and its blocks are kept, but none that is more
+        important, be it waiting or being prefilled. Where a landed request waits
         for a slot, at most one is free: the one that is kept.
         """
         head = self._waiting.head()
         if head is None:
             return None
-        short = next((sequence for sequence in self._waiting if self._is_short(sequence, most_tokens)), None)
+        least = min(head.request.priority, beside.sequence.request.priority)
+        peers = itertools.takewhile(lambda sequence: sequence.request.priority <= least, self._waiting)
+        short = next((sequence for sequence in peers if self._is_short(sequence, most_tokens)), None)
         if short is None or not (short is head or self._leaves_room(short, head)):
             return None
         return self._admit(short, unlaunched)
@@ -79,10 +82,10 @@ class Admission:
             return False
         return sequence.num_tokens - len(self._found_before_last(sequence)) * self._pool.block_size <= most_tokens
 
-    def _leaves_room(self, sequence: Sequence, older: Sequence) -> bool:
-        """Whether the older one that it overtakes would still find a slot and its blocks."""
+    def _leaves_room(self, sequence: Sequence, first: Sequence) -> bool:
+        """Whether the first in line, which it overtakes, would still find a slot and its blocks."""
         num_own = self._num_free_to_admit(sequence) + self._num_blocks_of_forks(sequence)
-        return self._may_enter(sequence) and self._slots.num_free_blocks >= num_own + self._num_free_to_admit(older)
+        return self._may_enter(sequence) and self._slots.num_free_blocks >= num_own + self._num_free_to_admit(first)
 
     def _admit(self, sequence: Sequence, unlaunched: Set[int]) -> Occupancy | None:
         occupancy = self._enter(sequence, unlaunched)
@@ -175,7 +178,7 @@ class Admission:
     # ---- with KV that came from elsewhere
 
     def admit_landed(self) -> None:
-        """Gives slots to landed requests, oldest first, as long as there are any for them."""
+        """Gives slots to landed requests, in their order, as long as there are any for them."""
         for landed_request in self._landed:
             if self._may_enter(landed_request.leader):
                 self._landed.take(landed_request)
@@ -197,7 +200,7 @@ class Admission:
         self.copy_tails((leader, follower) for follower in followers)
 
     def _may_enter(self, sequence: Sequence) -> bool:
-        """Whether a slot is free that no older one waits for."""
+        """Whether a slot is free that nobody before it waits for."""
         num_free, head = self._slots.num_free_slots, self._waiting.head()
         if num_free != 1 or head is None or sequence.order < head.order:
             return num_free > 0

@@ -6,6 +6,7 @@ Only its leading choice is listed here: the others wait until that one has a slo
 `admission`.
 """
 
+from bisect import insort
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -26,18 +27,22 @@ class LandedRequest:
 
 
 class LandedRequests:
-    """Iterates oldest first, over a copy, so that members may leave meanwhile."""
+    """Iterates in their order, over a copy, so that members may leave meanwhile."""
 
     def __init__(self, pool: BlockPool, partition: int):
         self._pool = pool
         self._partition = partition
-        self._landed: list[LandedRequest] = []  # in the order of their arrival
+        self._landed: list[LandedRequest] = []  # in the order of their leaders
 
     def __iter__(self) -> Iterator[LandedRequest]:
         return iter(tuple(self._landed))
 
+    @property
+    def has_any(self) -> bool:
+        return bool(self._landed)
+
     def append(self, landed_request: LandedRequest) -> None:
-        self._landed.append(landed_request)
+        insort(self._landed, landed_request, key=lambda one: one.leader.order)
 
     def take(self, landed_request: LandedRequest) -> None:
         """Removes it; the caller takes over its blocks."""

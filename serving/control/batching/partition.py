@@ -77,13 +77,13 @@ class Partition:
     # ---- what a step holds
 
     def ready_to_decode(self) -> list[Occupancy]:
-        """The occupancies that have a block for their next token, oldest first. Makes room for the older by preempting
-        the younger.
+        """The occupancies that have a block for their next token, in their order. Makes room for the first by
+        preempting the last.
 
         An occupancy that waits for a result first takes the free block that it may need behind that result, before
         anyone enters.
         """
-        is_starved = False  # an older one already waits: no need to look again
+        is_starved = False  # one before it already waits: no need to look again
         ready = list[Occupancy]()
         for occupancy in self.slots:
             if not occupancy.can_decode:
@@ -94,6 +94,8 @@ class Partition:
                 ready.append(occupancy)
             else:
                 is_starved = True
+        if self.landed.has_any:  # who gave way to one may have left its slot
+            self.admission.admit_landed()
         return ready
 
     def draft(self, occupancy: Occupancy) -> tuple[int, ...]:
@@ -116,19 +118,19 @@ class Partition:
                 break
             if occupancy.num_left > budget:
                 self._prefilling = occupancy
-                budget -= self._prefill_short(found, budget)
+                budget -= self._prefill_short(found, budget, occupancy)
             budget -= self._prefill(found, occupancy, budget)
         return found
 
-    def _prefill_short(self, found: Prefills, budget: int) -> int:
-        """Prefills waiting sequences that fit whole into their share of the budget, beside one that the budget cuts.
-        Returns how many tokens that takes.
+    def _prefill_short(self, found: Prefills, budget: int, beside: Occupancy) -> int:
+        """Prefills waiting sequences that fit whole into their share of the budget, `beside` one that the budget
+        cuts. Returns how many tokens that takes.
         """
         share = int(budget * self._config.short_share)
         left = share - share % self._config.q_tile
         taken = 0
         while left > taken and len(found.chunks) < self._config.max_prefill_sequences - 1:
-            occupancy = self.admission.admit_short(found.completed, left - taken)
+            occupancy = self.admission.admit_short(found.completed, left - taken, beside)
             if occupancy is None:
                 break
             taken += self._prefill(found, occupancy, left - taken)
@@ -151,19 +153,19 @@ class Partition:
         return -(-(end - start) // self._config.q_tile) * self._config.q_tile
 
     def _make_room(self, occupancy: Occupancy) -> bool:
-        """A block for the next token. False: blocks are about to come back, or this was the youngest and gave way."""
+        """A block for the next token. False: blocks are about to come back, or this was the last and gave way."""
         while not self.slots.grow(occupancy):
             if self.slots.is_draining() or not self._preempt_for(occupancy):
                 return False
         return True
 
     def _preempt_for(self, occupancy: Occupancy) -> bool:
-        """The youngest gives way: landed requests arrived last. False where it is this one, or alone here."""
+        """The last gives way, be it running or landed. False where it is this one, or alone here."""
         running, landed = self.slots.running(), list(self.landed)
         if running == [occupancy] and not landed:
             return False  # leases hold the rest: to begin anew would only lose what it has
         self._totals.num_preemptions += 1
-        if landed:
+        if landed and landed[-1].leader.order > running[-1].sequence.order:
             self.admission.send_back(landed[-1])
         else:
             self.leave(running[-1], Phase.PREEMPTED)

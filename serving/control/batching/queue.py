@@ -1,8 +1,10 @@
 """Who waits for a slot, in which order, and who is turned away.
 
-There are two lines, served as one, the oldest first: the sequences that come back (preempted, too many to fork, or
-resumed from another worker), and the queue of requests that were never admitted, which alone is bounded and alone
-expires. Whether there is room is decided in `admission`; requests whose KV is in place wait in `landed`.
+There are two lines, served as one, the most important first and of these the oldest: the sequences that come back
+(preempted, too many to fork, or resumed from another worker), and the queue of requests that were never admitted, which
+alone is bounded and alone expires. Nobody grows more important by waiting: where more important ones never cease to
+come, the others wait until they expire. Whether there is room is decided in `admission`; requests whose KV is in place
+wait in `landed`.
 """
 
 from bisect import insort
@@ -74,8 +76,9 @@ class WaitingLine:
 
     def __init__(self, queue_timeout_s: float):
         self._queue_timeout_s = queue_timeout_s
-        self._returning: list[Sequence] = []  # oldest first
+        self._returning: list[Sequence] = []  # in their order
         self._queue = Fifo[Accepted](queue_timeout_s)  # whose leader was never admitted, oldest first
+        self._leaders: list[Sequence] = []  # of the queue, in their order
 
     @property
     def num_tokens(self) -> int:
@@ -99,19 +102,19 @@ class WaitingLine:
 
     def append(self, accepted: Accepted, now_s: float) -> None:
         self._queue.append(accepted, now_s)
+        insort(self._leaders, accepted.leader, key=lambda sequence: sequence.order)
 
     def come_back(self, sequence: Sequence) -> None:
         insort(self._returning, sequence, key=lambda sequence: sequence.order)
 
     def __iter__(self) -> Iterator[Sequence]:
-        """The sequences that may be admitted, oldest first. Of a request that was never admitted only the leader is
+        """The sequences that may be admitted, in their order. Of a request that was never admitted only the leader is
         among them.
         """
-        leaders = (accepted.leader for accepted in self._queue)
-        return merge(self._returning, leaders, key=lambda sequence: sequence.order)
+        return merge(self._returning, self._leaders, key=lambda sequence: sequence.order)
 
     def head(self) -> Sequence | None:
-        """The oldest here, whose turn it is."""
+        """The first here, whose turn it is."""
         if not self._returning and not self._queue:  # nearly every step finds it so
             return None
         return next(iter(self), None)
@@ -121,11 +124,12 @@ class WaitingLine:
         if sequence in self._returning:
             self._returning.remove(sequence)
         else:
-            self._queue.remove(sequence.accepted)
+            self._leave_queue(sequence.accepted)
 
     def remove(self, accepted: Accepted) -> None:
         """Removes everything of one request; does nothing where the request is not here."""
-        self._queue.remove(accepted)
+        if accepted.leader in self._leaders:
+            self._leave_queue(accepted)
         self._returning = [sequence for sequence in self._returning if sequence.accepted is not accepted]
 
     def expire(self, now_s: float) -> list[tuple[bytes, QueueTimeout]]:
@@ -133,4 +137,11 @@ class WaitingLine:
         if not self._queue:
             return []
         error = QueueTimeout(retry_after_s=self._queue_timeout_s)
-        return [(accepted.request.id, error) for accepted in self._queue.expire(now_s)]
+        late = self._queue.expire(now_s)
+        for accepted in late:
+            self._leaders.remove(accepted.leader)
+        return [(accepted.request.id, error) for accepted in late]
+
+    def _leave_queue(self, accepted: Accepted) -> None:
+        self._queue.remove(accepted)
+        self._leaders.remove(accepted.leader)

@@ -5,9 +5,11 @@ Four verbs drive it: `add` accepts a request, `join` one that was prefilled else
 counts it as launched, `complete` takes a step's results, in launch order. Steps may be launched before the results of
 earlier ones are known; the device feeds each drawn token to the next step itself. Everything follows from four rules:
 
-- Oldest first, within a partition. Growth preempts the youngest, be it running or only holding blocks, and the oldest
-  is never preempted: something always finishes. Who waits for a slot is overtaken only beside a prefill that a step
-  cannot finish, by those that fit whole into a share of that step, and neither of its own slot nor of its blocks.
+- The most important first, and of these the oldest, within a partition. Growth preempts the last in this order, be it
+  running or only holding blocks, and the first is never preempted: something always finishes. A request that comes
+  takes no slot from one that runs, however important it is. Who waits for a slot is overtaken only beside a prefill
+  that a step cannot finish, by those that fit whole into a share of that step and are no less important, and neither of
+  its own slot nor of its blocks.
 - Growth before admission. Running sequences take the blocks they need next before anyone enters, so that a preempted
   sequence cannot take back at once what it had to give.
 - In each partition one prefill at a time is unfinished: at most one sequence is cut by the end of a step's budget.

@@ -66,11 +66,12 @@ class Sequence:
         return self.accepted.request
 
     @property
-    def order(self) -> tuple[bool, int, int]:
-        """Sorts by arrival; the oldest is never preempted for another. Resumed requests sort before all that began
-        here.
+    def order(self) -> tuple[int, bool, int, int]:
+        """Sorts by priority, then by arrival; the first is never preempted for another. Of one priority, resumed
+        requests sort before all that began here.
         """
-        return not self.accepted.is_resumed, self.accepted.arrival, self.id.choice
+        accepted = self.accepted
+        return accepted.request.priority, not accepted.is_resumed, accepted.arrival, self.id.choice
 
     @property
     def num_tokens(self) -> int:

@@ -1,4 +1,4 @@
-"""Who holds which slot and which blocks: the occupancies of a partition, in the order of their arrival.
+"""Who holds which slot and which blocks: the occupancies of a partition, in the order of their sequences.
 
 Stands between the block pool, which knows no sequences, and the scheduler, which decides who enters and who leaves.
 Entering takes a slot and blocks together or neither; leaving gives back both. When an occupancy may leave is decided in
@@ -16,7 +16,7 @@ from moonshard.serving.control.request import SlotId
 
 
 class Slots:
-    """Iterates oldest first, over a copy, so that members may leave meanwhile."""
+    """Iterates in their order, over a copy, so that members may leave meanwhile."""
 
     def __init__(self, pool: BlockPool, cache: PrefixCache, partition: int, num_slots: int):
         self.partition = partition
@@ -111,5 +111,5 @@ class Slots:
         return not self._occupancies
 
     def running(self) -> list[Occupancy]:
-        """The occupancies that still schedule steps, oldest first."""
+        """The occupancies that still schedule steps, in their order."""
         return [occupancy for occupancy in self._occupancies if occupancy.is_running]

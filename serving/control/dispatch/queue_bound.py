@@ -24,6 +24,10 @@ class QueueBound:
     def num_running(self) -> int:
         return len(self._running)
 
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
     def enter(self) -> int | TooManyWaiting:
         if len(self._waiting) >= self._max_waiting:
             return TooManyWaiting(len(self._waiting))

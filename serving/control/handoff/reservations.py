@@ -3,7 +3,8 @@
 A pure state machine around `decode`, with one verb for each thing that a gateway, the scheduler, the device or the
 clock may bring. Its process translates messages into verbs and does what is returned, in that order. Rules:
 
-- First come, first served within a partition; one that is full stops nobody elsewhere. Who waits too long is refused.
+- The most important first, and of these first come, first served, within a partition; one that is full stops nobody
+  elsewhere. Who waits too long is refused.
 - At most one request comes ahead of its slot, so that none stands empty for a whole handoff, and so that those whom the
   scheduler itself has waiting do not take every slot before one can be reserved for.
 - Blocks to grow into stay free for the sequences that run there, and what the next in the scheduler's own queue
@@ -238,11 +239,11 @@ class Reservations[Owner: Hashable]:
         return self.admit(now_s)
 
     def admit(self, now_s: float) -> Actions[Owner]:
-        """Reserve for those who wait, in their order within each partition, as far as there is room."""
+        """Reserve for those who wait, as far as there is room for the first in each partition."""
         reserved: list[Reserved[Owner]] = []
         for partition, queue in enumerate(self._waiting):
-            while (head := queue.head()) is not None and (answer := self._admit(head, partition, now_s)) is not None:
-                queue.take_head()
+            while (first := _first(queue)) is not None and (answer := self._admit(first, partition, now_s)) is not None:
+                queue.remove(first)
                 reserved.append(answer)
         return tuple(reserved)
 
@@ -336,3 +337,8 @@ class Reservations[Owner: Hashable]:
     def _refuse(self, handoff: bytes, owner: Owner) -> Tell[Owner, Failed]:
         cause, retry_after_s = Cause.OVERLOADED, self._config.retry_after_s
         return Tell(owner, Failed(handoff=handoff, epoch=self._side.epoch, cause=cause, retry_after_s=retry_after_s))
+
+
+def _first[Owner: Hashable](queue: Fifo[_Waiting[Owner]]) -> _Waiting[Owner] | None:
+    """Of the most important the one that came first."""
+    return min(queue, key=lambda waiting: waiting.request.priority, default=None)

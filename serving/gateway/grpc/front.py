@@ -152,6 +152,7 @@ def generation_request(request: pb.GenerateRequest, *, received_ns: int) -> Gene
         ignore_eos=stop.ignore_eos,
         n=request.n if request.HasField("n") else 1,
         num_logprobs=request.logprobs if request.HasField("logprobs") else None,
+        priority=request.priority,
         tool_use=tool_use(
             request.chat,
             request.forced_function,

@@ -5,6 +5,7 @@ What the words are is said by the objects that are given here; when the client's
 
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Protocol
 
 from fastapi import Request
@@ -17,7 +18,7 @@ from moonshard.serving.gateway.http.edge import large_answer
 from moonshard.serving.gateway.http.errors import late_headers
 from moonshard.serving.gateway.http.event_stream import KEEP_ALIVE, EventStream
 from moonshard.serving.gateway.pipeline.choice import CallsMade
-from moonshard.serving.gateway.pipeline.generation import Gateway, Routed
+from moonshard.serving.gateway.pipeline.generation import Gateway, GenerationEvent, Routed
 from moonshard.serving.gateway.request import GenerationRequest
 
 
@@ -46,8 +47,10 @@ class Streamed(Protocol):
 
 
 class Answering:
-    def __init__(self, gateway: Gateway, *, keep_alive_s: float) -> None:
+    def __init__(self, gateway: Gateway, *, keep_alive_s: float, is_background: bool = False) -> None:
+        """`is_background`: nobody waits for these answers; others come first."""
         self._gateway = gateway
+        self._is_background = is_background
         self._keep_alive_s = keep_alive_s
 
     def streamed(
@@ -66,9 +69,12 @@ class Answering:
         body = await until_disconnect(request.receive, self._body(asked, told, late_headers(request)))
         return large_answer(request, body)
 
+    def _generate(self, asked: GenerationRequest) -> AsyncGenerator[GenerationEvent]:
+        return self._gateway.generate(replace(asked, is_background=self._is_background))
+
     async def _events(self, asked: GenerationRequest, told: Streamed, headers: dict[str, str]) -> AsyncGenerator[bytes]:
         """Fills `headers` before the first event."""
-        async with aclosing(self._gateway.generate(asked)) as events:
+        async with aclosing(self._generate(asked)) as events:
             async for event in events:
                 if isinstance(event, pb.Delta):
                     if said := told.delta(event):
@@ -84,7 +90,7 @@ class Answering:
                     yield told.last(event)
 
     async def _body(self, asked: GenerationRequest, told: Collected, headers: dict[str, str]) -> bytes:
-        async with aclosing(self._gateway.generate(asked)) as events:
+        async with aclosing(self._generate(asked)) as events:
             async for event in events:
                 if isinstance(event, pb.Summary):
                     return told.body(event)

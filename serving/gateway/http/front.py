@@ -18,6 +18,7 @@ from starlette.types import ASGIApp
 
 from moonshard.rpc.status import Unavailable
 from moonshard.serving.config.tenants import Tenants
+from moonshard.serving.gateway.batches.api.routes import Batches, Handler, Methods, batch_routes
 from moonshard.serving.gateway.caller import Caller, check_key, read_caller
 from moonshard.serving.gateway.http.answering import Answering
 from moonshard.serving.gateway.http.disconnect import until_disconnect
@@ -72,13 +73,16 @@ class HttpFront:
         tenants: Tenants,
         strangers: Strangers,
         stored: StoredResponses,
+        batches: Batches | None = None,
         keep_alive_s: float = KEEP_ALIVE_S,
+        is_background: bool = False,
     ) -> None:
+        """`is_background`: for callers within the process, who wait for nothing. `batches`: None where they are off."""
         self._gateway = gateway
         self._metrics = metrics
         self._version = version
         self._bodies = Bodies(intake, unknown_fields, gateway.aside)
-        self._answering = Answering(gateway, keep_alive_s=keep_alive_s)
+        self._answering = Answering(gateway, keep_alive_s=keep_alive_s, is_background=is_background)
         self._tenants = tenants
         self._created = int(time.time())
         responses = ResponsesRoutes(gateway, self._bodies, self._answering, tenants, stored)
@@ -90,6 +94,7 @@ class HttpFront:
             "/v1/responses/{id:path}": (KEPT, self._keyed(responses.kept)),
             "/v1/messages": (POST, self._keyed(messages.create)),
             "/v1/messages/count_tokens": (POST, self._keyed(messages.count)),
+            **self._all_keyed(batch_routes(batches, self._bodies, tenants)),
             "/v1/models": (GET, self._keyed(self._models)),
             "/v1/models/{name:path}": (GET, self._keyed(self._model)),
             "/tokenize": (POST, self._keyed(self._tokenize)),
@@ -115,6 +120,9 @@ class HttpFront:
             return await handler(request)
 
         return keyed
+
+    def _all_keyed(self, routes: dict[str, tuple[Methods, Handler]]) -> dict[str, tuple[Methods, Handler]]:
+        return {path: (methods, self._keyed(handler)) for path, (methods, handler) in routes.items()}
 
     async def _chat(self, request: Request) -> Response:
         received_ns = time.perf_counter_ns()

@@ -98,6 +98,7 @@ class CountBody(SamplingBody, kw_only=True):
     chat_template_kwargs: dict[str, object] | None = None
     stop_sequences: list[str] | None = None
     stream: bool | None = None
+    priority: Number | None = None  # vLLM's
     metadata: Metadata | None = None
     cache_control: msgspec.Raw = ABSENT
     service_tier: str | None = None  # there is one

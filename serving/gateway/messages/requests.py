@@ -51,6 +51,7 @@ def message_request(body: CountBody, *, request_id: str, received_ns: int) -> Ge
         model=body.model,
         max_tokens=body.max_tokens if isinstance(body, MessagesBody) else None,
         stop=body.stop_sequences,
+        priority=body.priority,
         tools=None if body.tools is None else [_tool(tool, f"tools[{i}]") for i, tool in enumerate(body.tools)],
         tool_choice=ABSENT if choice is None else raw(_tool_choice(choice)),
         parallel_tool_calls=False if choice is not None and choice.disable_parallel_tool_use else None,

@@ -48,7 +48,6 @@ NO_OPS: Mapping[str, Sequence[object]] = {
     "n_predict": (-1,),
     "n_probs": (0,),
     "prediction": (),
-    "priority": (0,),
     "prompt_embeds": (),
     "prompt_logprobs": (),
     "repeat_penalty": (1,),
@@ -75,7 +74,7 @@ COMPLETION_NO_OPS: Mapping[str, Sequence[object]] = {
 }
 INTEGERS = (
     *(each.name for each in PARAMETERS if each.is_integer),
-    *("max_tokens", "max_completion_tokens", "min_tokens", "n", "best_of", "top_logprobs"),
+    *("max_tokens", "max_completion_tokens", "min_tokens", "n", "best_of", "top_logprobs", "priority"),
 )
 
 _CHAT_SPELLING: Mapping[str, str] = {"prompt": "messages", "template_kwargs": "chat_template_kwargs"}
@@ -103,6 +102,7 @@ class GenerationBody(FormBody, kw_only=True):
     ignore_eos: bool | None = None
     n: Number | None = None
     best_of: Number | None = None
+    priority: Number | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
@@ -141,7 +141,6 @@ class GenerationBody(FormBody, kw_only=True):
     n_predict: msgspec.Raw = ABSENT
     n_probs: msgspec.Raw = ABSENT
     prediction: msgspec.Raw = ABSENT
-    priority: msgspec.Raw = ABSENT
     prompt_embeds: msgspec.Raw = ABSENT
     prompt_logprobs: msgspec.Raw = ABSENT
     repeat_penalty: msgspec.Raw = ABSENT
@@ -327,6 +326,7 @@ def _request(
         ignore_eos=bool(body.ignore_eos),
         n=integers.get("n", 1),
         num_logprobs=num_logprobs,
+        priority=integers.get("priority", 0),
         skip_special_tokens=body.skip_special_tokens is not False,
         tool_use=tool_use,
         form=form,

@@ -19,6 +19,7 @@ from moonshard.rpc import link_pb2
 from moonshard.rpc.status import InternalError, Unavailable
 from moonshard.serving.config.tenants import Salts
 from moonshard.serving.control.dispatch.queue_bound import QueueBound, TooManyWaiting
+from moonshard.serving.control.request import BACKGROUND
 from moonshard.serving.control.routing.fleet import ModelLimits
 from moonshard.serving.control.routing.router import Affinity
 from moonshard.serving.control.sampling_parameters import PARAMETERS, SEED_BITS
@@ -99,6 +100,7 @@ class Gateway:
         self._attempts = Attempts(pool, handoffs, max_attempts=max_attempts, may_retry=lambda: not self.is_draining)
         self._idle = asyncio.Event()
         self._idle.set()
+        self.on_change: Callable[[], None] = _nothing  # called when a request has its first token or has ended
 
     @property
     def is_ready(self) -> bool:
@@ -107,6 +109,11 @@ class Gateway:
     @property
     def num_running(self) -> int:
         return self._queue.num_running
+
+    @property
+    def num_waiting(self) -> int:
+        """How many requests wait for their first token."""
+        return self._queue.num_waiting
 
     async def wait_idle(self) -> None:
         await self._idle.wait()
@@ -183,6 +190,7 @@ class Gateway:
             yield AdmittedRequest(request=request, limits=limits, number=number)
         finally:
             self._queue.leave(number)
+            self.on_change()
             if not self._queue.num_running:
                 self._idle.set()
 
@@ -205,6 +213,7 @@ class Gateway:
                     continue
                 if not log.has_begun:
                     self._queue.begun(admission.number)
+                    self.on_change()
                 for told in _accept(choices, event, log):
                     yield told
 
@@ -235,9 +244,14 @@ class Gateway:
             min_tokens=max(0, request.min_tokens - len(begun)),
             n=request.n,
             logprobs=request.num_logprobs,
+            priority=request.priority + (BACKGROUND if request.is_background else 0),
             grammar=grammar_of(request, opening, self.model.tokenizer),
         )
         return run, opening
+
+
+def _nothing() -> None:
+    pass
 
 
 def engine_sampling(request: GenerationRequest, defaults: GenerationDefaults) -> link_pb2.EngineSampling:

@@ -66,6 +66,10 @@ HELP = {
     "moonshard_dropped_tokens": "Tokens that a worker sent and the client never got: what stood after a stop string.",
     "moonshard_requests": "Requests by how they ended: completed, cancelled, or the gRPC status of their error.",
     "moonshard_http_requests": "HTTP responses begun, by route and status.",
+    "moonshard_batches": "Batches that have ended, by the state in which they did.",
+    "moonshard_batch_lines": "Lines of batches whose result is on disk: completed, or failed with a row that says why.",
+    "moonshard_batch_retries": "Answers to lines of batches that found no room or no worker, and are asked again.",
+    "moonshard_batch_store_failures": "Times that the disk did not take what batches.path was to keep.",
     "moonshard_unknown_fields": "Requests with fields that the gateway does not know; their answers name them.",
 }
 
@@ -117,6 +121,10 @@ class GatewayMetrics:
         self.outcomes = self._counter("moonshard_requests", labels=("outcome",))
         self.http_requests = self._counter("moonshard_http_requests", labels=("route", "status"))
         self.unknown_fields = self._counter("moonshard_unknown_fields", labels=())
+        self.batches = self._counter("moonshard_batches", labels=("status",))
+        self.batch_lines = self._counter("moonshard_batch_lines", labels=("outcome",))
+        self.batch_retries = self._counter("moonshard_batch_retries", labels=())
+        self.batch_store_failures = self._counter("moonshard_batch_store_failures", labels=())
         rejections = self._counter("vllm:admission_rejections", labels=("model_name", "reason"))
         self.rejections = {limit: rejections.labels(model_name, limit) for limit in get_args(Limit.__value__)}
 

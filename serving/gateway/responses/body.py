@@ -82,6 +82,7 @@ class ResponsesBody(SamplingBody, kw_only=True):
     instructions: str | None = None
     previous_response_id: str | None = None
     max_output_tokens: Number | None = None
+    priority: Number | None = None  # vLLM's
     tools: list[FlatTool] | None = None
     tool_choice: msgspec.Raw = ABSENT
     parallel_tool_calls: bool | None = None

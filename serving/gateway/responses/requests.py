@@ -66,6 +66,7 @@ def response_request(
         messages=[*instructions, *earlier, *said],
         model=body.model,
         max_tokens=body.max_output_tokens,
+        priority=body.priority,
         tools=_tools(body.tools),
         tool_choice=_tool_choice(body.tool_choice),
         parallel_tool_calls=body.parallel_tool_calls,

@@ -14,6 +14,7 @@ INTEGERS = (0, 1, 2, 7, 2**16, 2**31 - 1, 2**31, 2**32 - 1, 2**63 - 1, 2**63, 2*
 LIMITS = {
     Field.CPPTYPE_UINT32: (0, 2**32 - 1),
     Field.CPPTYPE_UINT64: (0, 2**64 - 1),
+    Field.CPPTYPE_INT64: (-(2**63), 2**63 - 1),
     Field.CPPTYPE_INT32: (-(2**31), 2**31 - 1),
 }
 FLOATS = (float("nan"), float("inf"), float("-inf"), 0.0, -1.0, 1e-45, 3e38, 86_401.0)

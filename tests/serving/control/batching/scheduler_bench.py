@@ -270,7 +270,9 @@ class Bench:
             running = [
                 occupancy for occupancy in occupancies if occupancy.is_running and occupancy.slot.partition == partition
             ]
-            assert all(occupancy.sequence.order < landed_request.leader.order for occupancy in running)
+            leader = landed_request.leader
+            peers = [each.sequence for each in running if each.sequence.request.priority == leader.request.priority]
+            assert all(sequence.order < leader.order for sequence in peers)
         self.check_conservation(holders, slots)
         self.check_what_is_in_flight()
         self.check_counters()
@@ -385,7 +387,15 @@ def a_bench(
 
 
 def a_request(
-    number: int, num_prompt: int, max_tokens: int, *, n: int = 1, num_stops: int = 0, min_tokens: int = 0, penalty=0.0
+    number: int,
+    num_prompt: int,
+    max_tokens: int,
+    *,
+    n: int = 1,
+    num_stops: int = 0,
+    min_tokens: int = 0,
+    penalty=0.0,
+    priority: int = 0,
 ) -> Request:
     return Request(
         id=number.to_bytes(16),
@@ -395,4 +405,5 @@ def a_request(
         max_tokens=max_tokens,
         min_tokens=min_tokens,
         n=n,
+        priority=priority,
     )

@@ -40,7 +40,14 @@ class Guesser:
 
 
 def a_request(
-    name: str, num_prompt: int, max_tokens: int = 8, *, n: int = 1, min_tokens: int = 0, penalty: float = 0.0
+    name: str,
+    num_prompt: int,
+    max_tokens: int = 8,
+    *,
+    n: int = 1,
+    min_tokens: int = 0,
+    penalty: float = 0.0,
+    priority: int = 0,
 ) -> Request:
     return Request(
         id=name.encode(),
@@ -50,6 +57,7 @@ def a_request(
         max_tokens=max_tokens,
         min_tokens=min_tokens,
         n=n,
+        priority=priority,
     )
 
 

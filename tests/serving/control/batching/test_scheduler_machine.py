@@ -26,6 +26,7 @@ ASKED = st.fixed_dictionaries(
         "num_stops": st.integers(0, 3),
         "min_tokens": st.integers(0, 4),
         "penalty": st.sampled_from([0.0, 0.5]),
+        "priority": st.sampled_from([0, 0, 0, -1, 1]),
     }
 )
 

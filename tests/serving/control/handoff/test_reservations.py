@@ -96,10 +96,16 @@ class Bench:
 
 
 def a_request(
-    number: int, *, n: int = 1, max_tokens: int = 1, num_prompt: int = 1, names: tuple[bytes, ...] = ()
+    number: int,
+    *,
+    n: int = 1,
+    max_tokens: int = 1,
+    num_prompt: int = 1,
+    names: tuple[bytes, ...] = (),
+    priority: int = 0,
 ) -> Request:
     prompt = (0,) * num_prompt
-    return Request(id=handoff(number), prompt=prompt, max_tokens=max_tokens, n=n, block_names=names)
+    return Request(id=handoff(number), prompt=prompt, max_tokens=max_tokens, n=n, block_names=names, priority=priority)
 
 
 def handoff(number: int) -> bytes:
@@ -197,6 +203,14 @@ def test_who_waits_is_reserved_for_as_slots_come_free_in_the_order_of_arrival_an
     for num_free in range(4):
         bench.batch.spare_slots = num_free - 1
         assert reserved(bench.reservations.admit(0.0)) == ([] if num_free == 0 else [num_free - 1])
+
+
+def test_of_those_who_wait_the_most_important_are_reserved_for_first_and_of_these_the_oldest():
+    bench = Bench(num_spare_slots=-1, num_cells=4)
+    for number, priority in enumerate((5, 0, -1, 0)):
+        assert bench.reserve(number, priority=priority) == ()
+    bench.batch.spare_slots = 4
+    assert reserved(bench.reservations.admit(0.0)) == [2, 1, 3, 0]
 
 
 def test_a_small_request_does_not_pass_a_large_one_of_its_partition():

@@ -93,7 +93,7 @@ async def test_a_refusal_repeats_no_more_of_a_request_than_a_reader_needs(asked:
     assert len(response.json()["error"]["message"].encode()) <= MAX_MESSAGE_BYTES
 
 
-@pytest.mark.parametrize("fault", [b'"\xff":1', b'"audio":"\xff"', b'"priority":1e999'])
+@pytest.mark.parametrize("fault", [b'"\xff":1', b'"audio":"\xff"', b'"cache_salt":1e999'])
 async def test_what_is_no_json_is_said_wherever_it_stands(fault: bytes, http: httpx.AsyncClient):
     body = json.dumps(CHAT).encode()[:-1] + b"," + fault + b"}"
     response = await http.post("/v1/chat/completions", content=body)
@@ -102,9 +102,9 @@ async def test_what_is_no_json_is_said_wherever_it_stands(fault: bytes, http: ht
 
 @pytest.mark.parametrize("value", [b'"\xff"', b"1e999"])
 async def test_a_field_that_is_not_served_is_named_whatever_it_holds(value: bytes, http: httpx.AsyncClient):
-    body = json.dumps(CHAT).encode()[:-1] + b',"priority":' + value + b"}"
+    body = json.dumps(CHAT).encode()[:-1] + b',"cache_salt":' + value + b"}"
     response = await http.post("/v1/chat/completions", content=body)
-    assert (response.status_code, response.json()["error"]["param"]) == (400, "priority")
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "cache_salt")
 
 
 async def test_a_port_of_many_digits_is_refused_in_openais_shape(running: RunningGateway):

@@ -1,0 +1,1 @@
+"""The HTTP API of files and batches: what is asked, and how the answers look."""
