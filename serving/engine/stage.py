@@ -33,7 +33,8 @@ class Stage:
         self._any_token = _any_token(blueprint) if blueprint.part.is_last else None
 
     def run(self, kind: StepKind, bucket: int, packed: np.ndarray, hidden: jax.Array | None) -> jax.Array:
-        """A prefill or a decode. Returns the activations, or on the last stage a number that is ready once it has run.
+        """A prefill or a decode. Returns the activations; of a decode the last stage gives a number that is ready once it
+        has run.
 
         `hidden` are the activations of the stage before, on any mesh; None on the first.
         """
@@ -52,6 +53,10 @@ class Stage:
         slots, last_token, drawn = self.programs[_DRAW](state.slots, state.last_token, state.logits, packed, masks)
         self.state = state._replace(slots=slots, last_token=last_token)
         return drawn
+
+    def score(self, bucket: int, packed: np.ndarray, rows: jax.Array) -> jax.Array:
+        """On the last stage: the packed scores of all partitions, from the rows that a prefill of that bucket gave."""
+        return self.programs[StepKind.SCORE, bucket](self.weights, packed, rows)
 
     def note(self, packed: np.ndarray, draws: jax.Array) -> None:
         """On the first stage: what the last one drew becomes the input of the slots' next decode step."""

@@ -22,6 +22,7 @@ from moonshard.kv.blocks import PLAIN, BlockGroups
 from moonshard.serving.control.request import MAX_LOGIT_BIAS, MAX_STOP_TOKENS
 from moonshard.serving.control.sampling_parameters import PARAMETERS, Parameter
 
+SCORED_AT_ONCE = 64  # at most: of 163,840 tokens their logits are 42 MB
 NOWHERE = 2**31 - 1  # beyond every array: what is written there is dropped
 
 
@@ -35,6 +36,7 @@ class StepKind(enum.Enum):
     # never steps of their own: launches behind a prefill or a decode
     DRAW = "draw"
     NOTE = "note"  # the last stage's draws come to the first
+    SCORE = "score"  # log-probabilities of a prefill's prompts
 
 
 class DrawMasks(Protocol):
@@ -65,6 +67,8 @@ class Step:
     metadata: np.ndarray  # [partitions, size of the layout], int32
     sampling: np.ndarray | None = None  # likewise of the draws' layout; None where nobody draws
     allowed: DrawMasks | None = None  # None: any token
+    scoring: np.ndarray | None = None  # likewise of the scores' layout; None where no prompt is scored
+    scored: tuple[slice, ...] = ()  # of each scored chunk, in the plan's order: its rows among all partitions' tokens
     draws: tuple[int, ...] = ()  # rows of the plan's tokens, in its order; row r of partition p is p * slots + r
     partition: int = 0  # whose blocks an export or a land moves
     num_blocks: int = 0  # of an export or a land; the rest of the bucket is padding
@@ -137,16 +141,22 @@ class StepShapes:
         """The buckets of the kinds that have several sizes, ascending."""
         found = {StepKind.DECODE: self.decode_buckets, StepKind.PREFILL: self.prefill_buckets}
         found |= dict.fromkeys((StepKind.EXPORT, StepKind.LAND), self.transfer_buckets)
+        found[StepKind.SCORE] = self.score_buckets
         return {kind: sizes for kind, sizes in found.items() if sizes}
 
     @property
+    def score_buckets(self) -> tuple[int, ...]:
+        """Of the prefills whose prompts can be scored: one row and the largest, since few requests ask for it."""
+        return tuple(sorted({bucket for bucket in self.prefill_buckets if bucket == self.q_tile} | {self.prefill_buckets[-1]}))
+
+    @property
     def programs(self) -> tuple[ProgramKey, ...]:
-        """Every (kind, bucket) there is: prefills, which take longest to compile, decodes, draws, and then trifles.
+        """Every (kind, bucket) there is: prefills, which take longest to compile, decodes, draws, scores, then trifles.
 
         Of each kind the largest first.
         """
         sizes = self.buckets | dict.fromkeys((StepKind.DRAW, StepKind.LOAD, StepKind.COPY), (0,))
-        order = (StepKind.PREFILL, StepKind.DECODE, StepKind.DRAW, StepKind.EXPORT, StepKind.LAND)
+        order = (StepKind.PREFILL, StepKind.DECODE, StepKind.DRAW, StepKind.SCORE, StepKind.EXPORT, StepKind.LAND)
         kinds = sorted(sizes, key=[*order, StepKind.LOAD, StepKind.COPY].index)
         return tuple((kind, size) for kind in kinds for size in reversed(sizes[kind]))
 
@@ -167,6 +177,8 @@ class StepShapes:
                 return StepLayout((Field("destination", (bucket,), neutral=NOWHERE),))
             case StepKind.DRAW | StepKind.NOTE:
                 return self._draw()
+            case StepKind.SCORE:
+                return self._score(bucket)
 
     def prefill_tile(self, bucket: int) -> int:
         """Queries per row of a prefill bucket: the smallest may be less than a whole row."""
@@ -213,6 +225,19 @@ class StepShapes:
                 Field("bans_stops", (rows,)),
                 Field("wants_logprobs", (rows,)),
                 Field("is_masked", (rows,)),
+            )
+        )
+
+    def score_tile(self, bucket: int) -> int:
+        """Rows of a prefill bucket that are scored at once: their logits are all that is there of the vocabulary."""
+        return math.gcd(bucket, SCORED_AT_ONCE)
+
+    def _score(self, bucket: int) -> StepLayout:
+        return StepLayout(
+            (
+                Field("num_tiles", ()),  # equal in all partitions, whose devices may have to gather each one's logits
+                Field("tiles", (bucket // self.score_tile(bucket),)),
+                Field("targets", (bucket,)),  # the token that follows each of the prefill's
             )
         )
 

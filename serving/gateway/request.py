@@ -11,7 +11,13 @@ from dataclasses import dataclass, field
 from moonshard.models.folder.generation import GenerationDefaults
 from moonshard.rpc.status import ContextLengthExceeded, InvalidArgument
 from moonshard.serving.constrained.parts import Part
-from moonshard.serving.control.request import MAX_CHOICES, MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOP_TOKENS
+from moonshard.serving.control.request import (
+    MAX_CHOICES,
+    MAX_LOGIT_BIAS,
+    MAX_LOGPROBS,
+    MAX_PROMPT_LOGPROBS,
+    MAX_STOP_TOKENS,
+)
 from moonshard.serving.control.sampling_parameters import PARAMETERS, Range
 from moonshard.serving.gateway.caller import Caller
 from moonshard.serving.observe.spans.context import TraceContext
@@ -124,6 +130,8 @@ class GenerationRequest:
     ignore_eos: bool = False
     n: int = 1
     num_logprobs: int | None = None
+    num_prompt_logprobs: int | None = None
+    is_answered: bool = True  # else the prompt is all that is wanted: `max_tokens` is 1, and that token nobody's
     skip_special_tokens: bool = True
     tool_use: ToolUse | None = None  # None: calls in the answer are not looked for
     form: Part | None = None  # that the answer keeps to, where it is no call
@@ -153,6 +161,7 @@ _RANGES = {
     "max_tokens": Range(1, 2**32 - 1),
     "min_tokens": Range(0, 2**32 - 1),
     "num_logprobs": Range(0, MAX_LOGPROBS),
+    "num_prompt_logprobs": Range(0, MAX_LOGPROBS),
 }
 
 
@@ -182,6 +191,16 @@ def check_token_ids(request: GenerationRequest, name: str, token_ids: Sequence[i
     if token_ids and not (min(token_ids) >= 0 and max(token_ids) < vocab_size):
         offender = next(token for token in token_ids if not 0 <= token < vocab_size)
         raise request.invalid(name, f"token id {offender} is outside the vocabulary of {vocab_size} tokens")
+
+
+def check_prompt_logprobs(request: GenerationRequest, num_prompt: int) -> None:
+    """InvalidArgument where the log-probabilities of so many tokens are too many for one answer."""
+    if request.num_prompt_logprobs is None:
+        return
+    num_all = num_prompt * (1 + request.num_prompt_logprobs)
+    if num_all > MAX_PROMPT_LOGPROBS:
+        problem = f"{num_all} log-probabilities of {num_prompt} tokens, at most {MAX_PROMPT_LOGPROBS} are told"
+        raise request.invalid("num_prompt_logprobs", problem)
 
 
 def stop_tokens(

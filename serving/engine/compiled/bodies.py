@@ -20,6 +20,7 @@ class StepInput(NamedTuple):
     batch: Callable[[jax.Array | None, Fields], Batch]
     drawn_for: Callable[[jax.Array, Fields], jax.Array]
     chunk_tokens: Callable[[Fields], int]  # the most tokens that one sequence may have in the step
+    gives_rows: bool = False  # on the last stage too: prompts may be scored by them
 
 
 def _prefill_batch(last_token: jax.Array | None, f: Fields) -> Batch:
@@ -34,7 +35,7 @@ def _decode_batch(last_token: jax.Array | None, f: Fields) -> Batch:
 
 
 INPUTS = {
-    StepKind.PREFILL: StepInput(_prefill_batch, lambda rows, f: rows[f["sample_from"]], lambda f: f["tokens"].size),
+    StepKind.PREFILL: StepInput(_prefill_batch, lambda rows, f: rows[f["sample_from"]], lambda f: f["tokens"].size, True),
     StepKind.DECODE: StepInput(_decode_batch, lambda rows, f: rows, lambda f: 1),
 }
 
@@ -53,7 +54,7 @@ def run(
 ) -> tuple[Pages, jax.Array | None, jax.Array]:
     """Runs a stage's layers; returns the pages with their KV. On the last stage also returns the logits of the rows
     that are drawn for, written over the first of `logits`, and a number: all outputs of a program are ready at once. On
-    other stages there are no logits, and the activations come instead of the number.
+    other stages there are no logits, and the activations come instead of the number, as where `read` gives rows.
     """
     f = layout.unpack(packed[0])
     with jax.default_matmul_precision(precision):
@@ -74,7 +75,7 @@ def run(
             return pages, None, out
         drawn_for = read.drawn_for(out.reshape(-1, out.shape[-1]), f)
         found = part.model.unembed(weights, drawn_for, part.shard, machine=part.machine)
-    return pages, jax.lax.dynamic_update_slice(logits, found, (0, 0)), jnp.int32(0)
+    return pages, jax.lax.dynamic_update_slice(logits, found, (0, 0)), out if read.gives_rows else jnp.int32(0)
 
 
 def copy(

@@ -24,7 +24,9 @@ from moonshard.serving.gateway.request import GenerationRequest
 class Collected(Protocol):
     """Collects the events of one request into one body."""
 
-    def add(self, event: pb.TokenIds | CallsMade | pb.Delta) -> None: ...
+    def add(self, event: pb.TokenIds | CallsMade | pb.Delta) -> None:
+        """Also of a prompt's log-probabilities, where the request asks for them."""
+        ...
 
     def body(self, summary: pb.Summary) -> bytes: ...
 
@@ -32,7 +34,9 @@ class Collected(Protocol):
 class Streamed(Protocol):
     """Turns the events of one request into server-sent events; empty where the client is told nothing."""
 
-    def set_prompt(self, prompt: pb.TokenIds) -> None: ...
+    def set_prompt(self, prompt: pb.TokenIds, /) -> None:
+        """Likewise."""
+        ...
 
     def delta(self, delta: pb.Delta) -> bytes: ...
 
@@ -76,7 +80,7 @@ class Answering:
                 elif isinstance(event, CallsMade):
                     if said := told.calls(event):
                         yield said
-                elif isinstance(event, pb.TokenIds):
+                elif isinstance(event, pb.TokenIds | pb.PromptLogprobs):
                     told.set_prompt(event)
                 elif isinstance(event, Routed):
                     headers |= event.headers()
