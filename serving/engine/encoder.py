@@ -108,10 +108,11 @@ class StepEncoder:
     def _scoring(self, plan: PrefillPlan, bucket: int) -> tuple[np.ndarray, tuple[slice, ...]]:
         """The packed scores' row of each partition, and where the rows of each scored chunk are among all tokens."""
         packed, fields = self._blank(StepKind.SCORE, bucket)
-        places, next_rows = scored_places(plan, bucket, self._num_rows, self._shapes.q_tile), fields["targets"]
+        places = scored_places(plan, bucket, self._num_rows, self._shapes.q_tile)
         for chunk, place in places:
             following = chunk.request.prompt[chunk.start + 1 : chunk.start + len(chunk.tokens) + 1]
-            next_rows.reshape(-1)[place.start : place.start + len(following)] = following
+            partition, start = divmod(place.start, bucket)
+            fields["targets"][partition, start : start + len(following)] = following
         write_tiles(fields, [place for _, place in places], self._shapes.score_tile(bucket))
         return packed, tuple(place for _, place in places)
 

@@ -24,7 +24,6 @@ from moonshard.serving.engine.scores import scored_rows
 from moonshard.serving.engine.stage import Stage
 from moonshard.serving.engine.steps import Step, StepKind, StepShapes
 
-
 NO_DRAWS = np.zeros((0, DRAWN_COLUMNS), np.int32)
 
 

@@ -102,7 +102,7 @@ class PromptScores:
     """The scores of prompts under way, until the first output of their request's first choice takes them along."""
 
     def __init__(self) -> None:
-        self._parts: dict[bytes, dict[int, np.ndarray]] = {}  # by request, then by the position of a chunk's first token
+        self._parts: dict[bytes, dict[int, np.ndarray]] = {}  # by request, then by where a chunk begins
 
     def __len__(self) -> int:
         return len(self._parts)
@@ -124,7 +124,7 @@ class PromptScores:
         self._parts.pop(request_id, None)
 
     def pop(self, request: Request) -> PromptLogprobs | None:
-        """The log-probabilities of the whole prompt, as many as it asks for; None where they are not wanted, or gone."""
+        """The log-probabilities of the whole prompt, as many as it asks for; None where they are not wanted."""
         parts = self._parts.pop(request.id, None)
         if parts is None or request.num_prompt_logprobs is None:
             return None

@@ -33,8 +33,8 @@ class Stage:
         self._any_token = _any_token(blueprint) if blueprint.part.is_last else None
 
     def run(self, kind: StepKind, bucket: int, packed: np.ndarray, hidden: jax.Array | None) -> jax.Array:
-        """A prefill or a decode. Returns the activations; of a decode the last stage gives a number that is ready once it
-        has run.
+        """A prefill or a decode. Returns the activations; of a decode, the last stage gives a number that is ready once
+        it has run.
 
         `hidden` are the activations of the stage before, on any mesh; None on the first.
         """

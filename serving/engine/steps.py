@@ -147,7 +147,8 @@ class StepShapes:
     @property
     def score_buckets(self) -> tuple[int, ...]:
         """Of the prefills whose prompts can be scored: one row and the largest, since few requests ask for it."""
-        return tuple(sorted({bucket for bucket in self.prefill_buckets if bucket == self.q_tile} | {self.prefill_buckets[-1]}))
+        largest = self.prefill_buckets[-1]
+        return tuple(bucket for bucket in self.prefill_buckets if bucket in (self.q_tile, largest))
 
     @property
     def programs(self) -> tuple[ProgramKey, ...]:

@@ -89,8 +89,7 @@ def _check(run: link_pb2.Run, limits: Limits) -> None:
             "min_tokens": run.min_tokens > run.max_tokens > 0,
             "n": run.n > MAX_CHOICES,
             "logprobs": run.logprobs > MAX_LOGPROBS,
-            "prompt_logprobs": run.prompt_logprobs > MAX_LOGPROBS
-            or (run.HasField("prompt_logprobs") and not fits_in_one_answer(len(run.prompt_tokens), run.prompt_logprobs)),
+            "prompt_logprobs": run.prompt_logprobs > MAX_LOGPROBS or not _fit_in_one_answer(run),
             "grammar": len(run.grammar) > MAX_GRAMMAR_CHARS,
             "prefix_root": len(run.prefix_root) > MAX_ROOT_BYTES,
             "block_names": len(names) not in (0, num_name_bytes) or len(names) != NAME_BYTES * _num_distinct(names),
@@ -99,9 +98,10 @@ def _check(run: link_pb2.Run, limits: Limits) -> None:
     )
 
 
-def fits_in_one_answer(num_prompt: int, num_prompt_logprobs: int) -> bool:
-    """Whether the log-probabilities of a prompt are few enough to be sent in one piece."""
-    return num_prompt * (1 + num_prompt_logprobs) <= MAX_PROMPT_LOGPROBS
+def _fit_in_one_answer(run: link_pb2.Run) -> bool:
+    """Whether the log-probabilities of the prompt are few enough to be sent in one piece."""
+    num_of_each = 1 + run.prompt_logprobs if run.HasField("prompt_logprobs") else 0
+    return len(run.prompt_tokens) * num_of_each <= MAX_PROMPT_LOGPROBS
 
 
 def _refuse_first(faults: Mapping[str, bool]) -> None:

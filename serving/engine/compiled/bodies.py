@@ -35,7 +35,9 @@ def _decode_batch(last_token: jax.Array | None, f: Fields) -> Batch:
 
 
 INPUTS = {
-    StepKind.PREFILL: StepInput(_prefill_batch, lambda rows, f: rows[f["sample_from"]], lambda f: f["tokens"].size, True),
+    StepKind.PREFILL: StepInput(
+        _prefill_batch, lambda rows, f: rows[f["sample_from"]], lambda f: f["tokens"].size, True
+    ),
     StepKind.DECODE: StepInput(_decode_batch, lambda rows, f: rows, lambda f: 1),
 }
 

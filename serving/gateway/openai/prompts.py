@@ -89,19 +89,11 @@ class Prompts:
 
     def as_vllm(self, prompt: int = 0) -> list[dict[str, object] | None]:
         """A record of each token's likeliest ones and itself, by token id."""
-        found: list[dict[str, object] | None] = [None]
-        for scored in self._scored(prompt, self.asked.num_prompt_logprobs or 0):
-            found.append(
-                {
-                    str(token): {
-                        "logprob": finite(logprob),
-                        "rank": rank,
-                        "decoded_token": token_text(self.tokenizer, token),
-                    }
-                    for token, logprob, rank in scored.shown
-                }
-            )
-        return found
+        scored = self._scored(prompt, self.asked.num_prompt_logprobs or 0)
+        return [None, *({str(token): self._record(token, *said) for token, *said in each.shown} for each in scored)]
+
+    def _record(self, token: int, logprob: float, rank: int) -> dict[str, object]:
+        return {"logprob": finite(logprob), "rank": rank, "decoded_token": token_text(self.tokenizer, token)}
 
     def _text(self, choice: int) -> str:
         prompt = choice // self.asked.num_choices

@@ -14,9 +14,9 @@ from moonshard.rpc.status import InvalidArgument
 from moonshard.serving.constrained.parts import Part
 from moonshard.serving.control.sampling_parameters import PARAMETERS
 from moonshard.serving.gateway.forms import not_together
+from moonshard.serving.gateway.openai.batches import completion_prompts, most_asked
 from moonshard.serving.gateway.openai.body import ABSENT, is_nothing, whole, whole_list
 from moonshard.serving.gateway.openai.formats import FormBody, asked_form
-from moonshard.serving.gateway.openai.batches import completion_prompts, most_asked
 from moonshard.serving.gateway.openai.messages import Message, chat_messages, check_text_of_assistant, goes_on
 from moonshard.serving.gateway.openai.prompts import Asked
 from moonshard.serving.gateway.openai.sampling import Number
@@ -211,7 +211,7 @@ class DetokenizeBody(msgspec.Struct, kw_only=True):
 
 def chat_request(body: ChatBody, *, request_id: str, received_ns: int) -> GenerationRequest:
     """InvalidArgument where the body asks for what is not served."""
-    spelling = {**_CHAT_SPELLING, "num_logprobs": "top_logprobs"}
+    spelling = {**_CHAT_SPELLING, "num_logprobs": "top_logprobs", "num_prompt_logprobs": "prompt_logprobs"}
     _refuse_unserved(body, {**NO_OPS, **CHAT_NO_OPS})
     said = _integers(body)
     if "max_completion_tokens" in said:
@@ -252,7 +252,10 @@ def completion_requests(body: CompletionBody, *, request_id: str, received_ns: i
         num_logprobs,
         most_asked(num_logprobs if body.echo else None, said.get("prompt_logprobs")),
         form=asked_form(body),
-        spelling={"num_logprobs": "logprobs"},
+        spelling={
+            "num_logprobs": "logprobs",
+            "num_prompt_logprobs": "logprobs" if "prompt_logprobs" not in said else "prompt_logprobs",
+        },
         request_id=request_id,
         received_ns=received_ns,
     )

@@ -302,7 +302,8 @@ def _accept(
     said of the prompt comes first.
     """
     if not log.has_begun:
-        yield from (arrival.output.prompt_logprobs for arrival in arrivals if arrival.output.HasField("prompt_logprobs"))
+        outputs = (arrival.output for arrival in arrivals)
+        yield from (output.prompt_logprobs for output in outputs if output.HasField("prompt_logprobs"))
     deltas: dict[int, pb.Delta] = {}
     for arrival in arrivals:
         index = arrival.output.choice

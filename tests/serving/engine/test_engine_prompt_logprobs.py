@@ -1,4 +1,4 @@
-"""The engine gives prompts the log-probabilities of the plain forward pass, whatever the chunks, the mesh or the pool."""
+"""The engine scores prompts as the plain forward pass does, whatever the chunks, the mesh or the pool."""
 
 import numpy as np
 import pytest
