@@ -16,7 +16,7 @@ from moonshard.serving.gateway.http.disconnect import until_disconnect
 from moonshard.serving.gateway.http.edge import large_answer
 from moonshard.serving.gateway.http.errors import late_headers
 from moonshard.serving.gateway.http.event_stream import KEEP_ALIVE, EventStream
-from moonshard.serving.gateway.pipeline.choice import CallsMade
+from moonshard.serving.gateway.pipeline.choice import CallsMade, PromptEvent
 from moonshard.serving.gateway.pipeline.generation import Gateway, Routed
 from moonshard.serving.gateway.request import GenerationRequest
 
@@ -24,9 +24,7 @@ from moonshard.serving.gateway.request import GenerationRequest
 class Collected(Protocol):
     """Collects the events of one request into one body."""
 
-    def add(self, event: pb.TokenIds | CallsMade | pb.Delta) -> None:
-        """Also of a prompt's log-probabilities, where the request asks for them."""
-        ...
+    def add(self, event: PromptEvent | CallsMade | pb.Delta) -> None: ...
 
     def body(self, summary: pb.Summary) -> bytes: ...
 
@@ -34,9 +32,7 @@ class Collected(Protocol):
 class Streamed(Protocol):
     """Turns the events of one request into server-sent events; empty where the client is told nothing."""
 
-    def set_prompt(self, prompt: pb.TokenIds, /) -> None:
-        """Likewise."""
-        ...
+    def set_prompt(self, event: PromptEvent, /) -> None: ...
 
     def delta(self, delta: pb.Delta) -> bytes: ...
 

@@ -17,6 +17,7 @@ from moonshard.serving.gateway.http.errors import late_headers
 from moonshard.serving.gateway.http.event_stream import EventStream
 from moonshard.serving.gateway.openai.responses import Chunks, Whole
 from moonshard.serving.gateway.pipeline.batch import generate_all, total_usage
+from moonshard.serving.gateway.pipeline.choice import PromptEvent
 from moonshard.serving.gateway.pipeline.generation import Gateway
 from moonshard.serving.gateway.request import GenerationRequest
 
@@ -57,7 +58,7 @@ class BatchAnswering:
 
     async def _events(
         self, asked: Sequence[GenerationRequest], summaries: list[pb.Summary]
-    ) -> AsyncGenerator[tuple[int, pb.TokenIds | pb.PromptLogprobs | pb.Delta]]:
+    ) -> AsyncGenerator[tuple[int, PromptEvent | pb.Delta]]:
         """What a response shows, with choices numbered through; summaries are kept for the end."""
         async with aclosing(generate_all(self._gateway, asked)) as events:
             async for number, event in events:

@@ -11,6 +11,7 @@ from typing import NamedTuple
 from moonshard.models.tokenizers.tokenizer import Tokenizer
 from moonshard.rpc import inference_pb2 as pb
 from moonshard.serving.gateway.openai.logprobs import TextOffsets, finite, token_text
+from moonshard.serving.gateway.pipeline.choice import PromptEvent
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,7 +49,7 @@ class Prompts:
     _scores: dict[int, pb.PromptLogprobs] = field(default_factory=dict)
     _texts: dict[int, str] = field(default_factory=dict)
 
-    def add(self, event: pb.TokenIds | pb.PromptLogprobs, prompt: int = 0) -> None:
+    def add(self, event: PromptEvent, prompt: int = 0) -> None:
         if isinstance(event, pb.TokenIds):
             self._ids[prompt] = event.ids
         else:
@@ -90,7 +91,13 @@ class Prompts:
     def as_vllm(self, prompt: int = 0) -> list[dict[str, object] | None]:
         """A record of each token's likeliest ones and itself, by token id."""
         scored = self._scored(prompt, self.asked.num_prompt_logprobs or 0)
-        return [None, *({str(token): self._record(token, *said) for token, *said in each.shown} for each in scored)]
+        return [
+            None,
+            *(
+                {str(token): self._record(token, logprob, rank) for token, logprob, rank in each.shown}
+                for each in scored
+            ),
+        ]
 
     def _record(self, token: int, logprob: float, rank: int) -> dict[str, object]:
         return {"logprob": finite(logprob), "rank": rank, "decoded_token": token_text(self.tokenizer, token)}

@@ -19,7 +19,7 @@ from moonshard.rpc.types import ToolCallPart
 from moonshard.serving.gateway.openai.calls import chunk_choices, with_calls
 from moonshard.serving.gateway.openai.logprobs import TextOffsets, chat_logprobs, completion_logprobs
 from moonshard.serving.gateway.openai.prompts import Prompts
-from moonshard.serving.gateway.pipeline.choice import CallsMade
+from moonshard.serving.gateway.pipeline.choice import CallsMade, PromptEvent
 
 COMPLETION = "text_completion"
 DONE = b"data: [DONE]\n\n"
@@ -145,7 +145,7 @@ class Whole:
         self._deltas: dict[int, list[pb.Delta]] = {}
         self._calls: dict[int, list[ToolCallPart]] = {}
 
-    def add(self, event: pb.TokenIds | pb.PromptLogprobs | CallsMade | pb.Delta, prompt: int = 0) -> None:
+    def add(self, event: PromptEvent | CallsMade | pb.Delta, prompt: int = 0) -> None:
         if isinstance(event, pb.TokenIds | pb.PromptLogprobs):
             self._prompts.add(event, prompt)
         elif isinstance(event, CallsMade):
@@ -203,7 +203,7 @@ class Chunks:
         self._num_prompt = 0
         self._num_tokens = 0  # of all choices, so far
 
-    def set_prompt(self, event: pb.TokenIds | pb.PromptLogprobs, prompt: int = 0) -> None:
+    def set_prompt(self, event: PromptEvent, prompt: int = 0) -> None:
         """Keeps the prompt for the first chunk, where the client asked for it, and for what is echoed."""
         self._prompts.add(event, prompt)
         if isinstance(event, pb.TokenIds):
