@@ -55,10 +55,10 @@ def test_lm_eval_finds_the_likelihoods_of_the_forward_pass(
 ):
     questions = (TASKS / "choices.jsonl").read_text()
     (tmp_path / "choices.jsonl").write_text(questions)
-    options = f"num_concurrent=2,batch_size=3,tokenizer={embedded_model_path()}"  # several prompts in one request
+    options = f"num_concurrent=2,tokenizer={embedded_model_path()}"
     argv = [
         *(installed("lm-eval") / "lm_eval", "run", "--tasks", CHOICES, "--include_path", TASKS, "--log_samples"),
-        *("--model", "local-completions", "--output_path", tmp_path / "out"),
+        *("--model", "local-completions", "--batch_size", 4, "--output_path", tmp_path / "out"),  # prompts in a request
         *("--model_args", f"model={server.model},base_url={server.http}/v1/completions,{options}"),
     ]
     run(argv)
