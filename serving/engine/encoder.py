@@ -23,7 +23,7 @@ from moonshard.serving.control.plan import (
 )
 from moonshard.serving.control.request import Request, SequenceId, SlotId
 from moonshard.serving.control.sampling_parameters import PARAMETERS
-from moonshard.serving.engine.scores import scored_places, write_tiles
+from moonshard.serving.engine.scoring import scored_places, write_tiles
 from moonshard.serving.engine.steps import Step, StepKind, StepShapes, smallest
 
 Fields = Mapping[str, np.ndarray]
