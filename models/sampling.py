@@ -66,6 +66,16 @@ class Draws:
     top_logprobs: Float[Array, "b top"]
 
 
+@pytree
+class TokenScores:
+    """How likely tokens are under the raw logits of their rows."""
+
+    logprobs: Float[Array, "b"]
+    ranks: Int[Array, "b"]  # 1 + how many of the vocabulary are likelier
+    top_ids: Int[Array, "b top"]
+    top_logprobs: Float[Array, "b top"]
+
+
 def empty_slots(num_slots: int, vocab_size: int, max_biases: int, max_stops: int) -> SlotState[np.ndarray]:
     """On the host, since jax would compile a program for each of these."""
     return SlotState(
@@ -295,3 +305,16 @@ def _with_logprobs(logits: Float[Array, "b v"], tokens: Int[Array, "b"], rows: R
 
     chosen, ids, values = jax.lax.cond(jnp.any(rows.wants_logprobs), compute, nothing, logits)
     return Draws(tokens=tokens, logprobs=chosen, top_ids=ids, top_logprobs=values)
+
+
+def score_tokens(logits: Float[Array, "b v"], tokens: Int[Array, "b"], *, num_top: int) -> TokenScores:
+    """Of each row one token's log-probability and rank, and the `num_top` likeliest, at most the vocabulary."""
+    size = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
+    chosen = jnp.take_along_axis(logits, tokens[:, None], axis=1)
+    top, ids = jax.lax.top_k(logits, min(num_top, logits.shape[1]))
+    return TokenScores(
+        logprobs=(chosen - size)[:, 0],
+        ranks=1 + jnp.sum(logits > chosen, axis=-1, dtype=jnp.int32),
+        top_ids=ids,
+        top_logprobs=top - size,
+    )

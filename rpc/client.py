@@ -28,12 +28,13 @@ from moonshard.rpc.codec import (
     collect,
     decode_delta,
     decode_model_info,
+    decode_prompt_logprobs,
     decode_summary,
     encode_generate,
     encode_tokenize,
 )
 from moonshard.rpc.status import Cancelled, InternalError, Unavailable, from_rpc_error
-from moonshard.rpc.types import Completion, Delta, GenerateOptions, ModelInfo, Prompt, Summary
+from moonshard.rpc.types import Completion, Delta, GenerateOptions, ModelInfo, PositionLogprobs, Prompt, Summary
 
 Metadata = Sequence[tuple[str, str]]
 
@@ -63,6 +64,7 @@ class _Arrivals:
         self._start_ns = time.perf_counter_ns()
         self._prompt_token_ids: tuple[int, ...] | None = None
         self._summary: Summary | None = None
+        self.prompt_logprobs: tuple[PositionLogprobs | None, ...] = ()  # before the first delta, where asked for
         self._client_ttft_ms: float | None = None
         self._client_e2e_ms: float | None = None
 
@@ -95,6 +97,8 @@ class _Arrivals:
         match response.WhichOneof("event"):
             case "prompt":
                 self._prompt_token_ids = tuple(response.prompt.ids)
+            case "prompt_logprobs":
+                self.prompt_logprobs = decode_prompt_logprobs(self.prompt_token_ids, response.prompt_logprobs)
             case "summary":
                 self._client_e2e_ms = self._elapsed_ms()
                 self._summary = decode_summary(response.summary)
@@ -232,7 +236,7 @@ class Client:
         """The whole answer to a text, token ids, or a chat (a list of {"role", "content"})."""
         with self.stream(prompt, timeout_s=timeout_s, metadata=metadata, **options) as stream:
             deltas = list(stream)
-        return collect(stream.prompt_token_ids, deltas, stream.summary)
+        return collect(stream.prompt_token_ids, deltas, stream.summary, stream.prompt_logprobs)
 
     def stream(
         self,
@@ -315,7 +319,7 @@ class AsyncClient:
     ) -> Completion:
         async with self.stream(prompt, timeout_s=timeout_s, metadata=metadata, **options) as stream:
             deltas = [delta async for delta in stream]
-        return collect(stream.prompt_token_ids, deltas, stream.summary)
+        return collect(stream.prompt_token_ids, deltas, stream.summary, stream.prompt_logprobs)
 
     def stream(
         self,

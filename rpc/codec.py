@@ -30,7 +30,17 @@ from moonshard.rpc.types import (
 )
 
 _REQUEST_OPTIONS = frozenset(
-    {"model", "n", "logprobs", "request_id", "forced_function", "single_tool_call", "require_tool_call", "priority"}
+    {
+        "model",
+        "n",
+        "logprobs",
+        "prompt_logprobs",
+        "request_id",
+        "forced_function",
+        "single_tool_call",
+        "require_tool_call",
+        "priority",
+    }
 )
 _CHAT_OPTIONS = frozenset({"tools", "template_kwargs", "reasoning_effort"})
 _FINISH_REASONS: dict[int, FinishReason | None] = {
@@ -115,13 +125,36 @@ def _decode_usage(usage: pb.Usage) -> Usage:
     )
 
 
-def collect(prompt_token_ids: tuple[int, ...], deltas: Iterable[Delta], summary: Summary) -> Completion:
+def decode_prompt_logprobs(
+    prompt_token_ids: tuple[int, ...], found: pb.PromptLogprobs
+) -> tuple[PositionLogprobs | None, ...]:
+    """One for each token of the prompt: None for the first, of which nothing is known."""
+    num_top = len(found.top_ids) // max(1, len(found.logprobs))
+    tops = [TokenLogprob(token_id=i, logprob=x) for i, x in zip(found.top_ids, found.top_logprobs, strict=True)]
+    positions = (
+        PositionLogprobs(
+            chosen=TokenLogprob(token_id=token, logprob=logprob),
+            top=tuple(tops[index * num_top : (index + 1) * num_top]),
+        )
+        for index, (token, logprob) in enumerate(zip(prompt_token_ids[1:], found.logprobs, strict=True))
+    )
+    return (None, *positions)
+
+
+def collect(
+    prompt_token_ids: tuple[int, ...],
+    deltas: Iterable[Delta],
+    summary: Summary,
+    prompt_logprobs: tuple[PositionLogprobs | None, ...] = (),
+) -> Completion:
     """The whole answer of the deltas of one stream, choices in the order of their index."""
     by_choice: dict[int, list[Delta]] = {}
     for delta in deltas:
         by_choice.setdefault(delta.choice, []).append(delta)
     choices = tuple(_join(by_choice[choice]) for choice in sorted(by_choice))
-    return Completion(prompt_token_ids=prompt_token_ids, choices=choices, summary=summary)
+    return Completion(
+        prompt_token_ids=prompt_token_ids, choices=choices, summary=summary, prompt_logprobs=prompt_logprobs
+    )
 
 
 def _merge_prompt(request: pb.GenerateRequest | pb.TokenizeRequest, prompt: Prompt) -> None:

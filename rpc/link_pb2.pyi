@@ -84,7 +84,7 @@ class EngineSampling(_message.Message):
     def __init__(self, temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., min_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., bias_ids: _Optional[_Iterable[int]] = ..., bias_values: _Optional[_Iterable[float]] = ..., seed: _Optional[int] = ...) -> None: ...
 
 class Run(_message.Message):
-    __slots__ = ("request_id", "prompt_tokens", "sampling", "stop_token_ids", "max_tokens", "min_tokens", "n", "logprobs", "resumed", "partition", "target", "endpoint", "prefix_root", "block_names", "traceparent", "tracestate", "grammar", "priority")
+    __slots__ = ("request_id", "prompt_tokens", "sampling", "stop_token_ids", "max_tokens", "min_tokens", "n", "logprobs", "resumed", "partition", "target", "endpoint", "prefix_root", "block_names", "traceparent", "tracestate", "prompt_logprobs", "grammar", "priority")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
@@ -101,6 +101,7 @@ class Run(_message.Message):
     BLOCK_NAMES_FIELD_NUMBER: _ClassVar[int]
     TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
     TRACESTATE_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     GRAMMAR_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     request_id: bytes
@@ -119,9 +120,10 @@ class Run(_message.Message):
     block_names: bytes
     traceparent: str
     tracestate: str
+    prompt_logprobs: int
     grammar: str
     priority: int
-    def __init__(self, request_id: _Optional[bytes] = ..., prompt_tokens: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[EngineSampling, _Mapping]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., n: _Optional[int] = ..., logprobs: _Optional[int] = ..., resumed: _Optional[_Iterable[_Union[Resumed, _Mapping]]] = ..., partition: _Optional[int] = ..., target: _Optional[_Union[Target, _Mapping]] = ..., endpoint: _Optional[_Union[KvEndpoint, _Mapping]] = ..., prefix_root: _Optional[bytes] = ..., block_names: _Optional[bytes] = ..., traceparent: _Optional[str] = ..., tracestate: _Optional[str] = ..., grammar: _Optional[str] = ..., priority: _Optional[int] = ...) -> None: ...
+    def __init__(self, request_id: _Optional[bytes] = ..., prompt_tokens: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[EngineSampling, _Mapping]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., n: _Optional[int] = ..., logprobs: _Optional[int] = ..., resumed: _Optional[_Iterable[_Union[Resumed, _Mapping]]] = ..., partition: _Optional[int] = ..., target: _Optional[_Union[Target, _Mapping]] = ..., endpoint: _Optional[_Union[KvEndpoint, _Mapping]] = ..., prefix_root: _Optional[bytes] = ..., block_names: _Optional[bytes] = ..., traceparent: _Optional[str] = ..., tracestate: _Optional[str] = ..., prompt_logprobs: _Optional[int] = ..., grammar: _Optional[str] = ..., priority: _Optional[int] = ...) -> None: ...
 
 class Resumed(_message.Message):
     __slots__ = ("choice", "token_ids")
@@ -489,7 +491,7 @@ class WorkerPhases(_message.Message):
     def __init__(self, queue_ms: _Optional[float] = ..., prefill_ms: _Optional[float] = ..., decode_ms: _Optional[float] = ..., land_ms: _Optional[float] = ..., join_ms: _Optional[float] = ...) -> None: ...
 
 class SequenceOutput(_message.Message):
-    __slots__ = ("request_id", "choice", "token_ids", "logprobs", "finish_reason", "phases", "cached_tokens")
+    __slots__ = ("request_id", "choice", "token_ids", "logprobs", "finish_reason", "phases", "cached_tokens", "prompt_logprobs")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     CHOICE_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -497,6 +499,7 @@ class SequenceOutput(_message.Message):
     FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
     PHASES_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     request_id: bytes
     choice: int
     token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -504,7 +507,8 @@ class SequenceOutput(_message.Message):
     finish_reason: _inference_pb2.FinishReason
     phases: WorkerPhases
     cached_tokens: int
-    def __init__(self, request_id: _Optional[bytes] = ..., choice: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[_inference_pb2.PositionLogprobs, _Mapping]]] = ..., finish_reason: _Optional[_Union[_inference_pb2.FinishReason, str]] = ..., phases: _Optional[_Union[WorkerPhases, _Mapping]] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
+    prompt_logprobs: _inference_pb2.PromptLogprobs
+    def __init__(self, request_id: _Optional[bytes] = ..., choice: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[_inference_pb2.PositionLogprobs, _Mapping]]] = ..., finish_reason: _Optional[_Union[_inference_pb2.FinishReason, str]] = ..., phases: _Optional[_Union[WorkerPhases, _Mapping]] = ..., cached_tokens: _Optional[int] = ..., prompt_logprobs: _Optional[_Union[_inference_pb2.PromptLogprobs, _Mapping]] = ...) -> None: ...
 
 class StepOutput(_message.Message):
     __slots__ = ("step", "outputs", "load")

@@ -43,6 +43,7 @@ class GenerateOptions(TypedDict, total=False):
     ignore_eos: bool
     n: int
     logprobs: int | None  # None: none; 0: the chosen token's only; k: also the k most likely
+    prompt_logprobs: int | None  # likewise of the prompt's tokens
     request_id: str
     tools: Sequence[Mapping[str, str | bool]]  # of a chat: name, description, parameters (as text), strict
     template_kwargs: Mapping[str, object]  # of a chat: variables of its template, such as thinking
@@ -172,6 +173,7 @@ class Completion:
     prompt_token_ids: tuple[int, ...]
     choices: tuple[Choice, ...]
     summary: Summary
+    prompt_logprobs: tuple[PositionLogprobs | None, ...] = ()  # where asked for: of each token, None of the first
 
     @property
     def text(self) -> str:

@@ -18,7 +18,7 @@ from moonshard.serving.control.batching.queue import Rejected
 from moonshard.serving.control.batching.scheduler import Scheduler, SchedulerConfig
 from moonshard.serving.control.drafting.drafter import Drafters
 from moonshard.serving.control.plan import PrefillPlan
-from moonshard.serving.control.request import Logprobs, Request, SequenceId
+from moonshard.serving.control.request import Logprobs, PromptLogprobs, Request, SequenceId
 from moonshard.serving.deploy.startup import programs_folder
 from moonshard.serving.deploy.timings import Timings
 from moonshard.serving.engine.capacity.sizes import buckets, split_stages
@@ -114,6 +114,7 @@ class Run:
 
     tokens: dict[SequenceId, list[int]] = field(default_factory=dict)
     logprobs: dict[SequenceId, list[Logprobs]] = field(default_factory=dict)
+    prompt_logprobs: dict[bytes, PromptLogprobs] = field(default_factory=dict)
     finish: dict[SequenceId, str] = field(default_factory=dict)
     num_steps: int = 0
     num_preemptions: int = 0
@@ -134,6 +135,8 @@ class Run:
             output = emitted.output
             self.tokens.setdefault(output.sequence, []).extend(output.token_ids)
             self.logprobs.setdefault(output.sequence, []).extend(output.logprobs)
+            if output.prompt_logprobs is not None:
+                self.prompt_logprobs[output.sequence.request_id] = output.prompt_logprobs
             if output.finish is not None:
                 self.finish[output.sequence] = output.finish.value
 

@@ -58,6 +58,7 @@ class PrefillChunk:
     tokens: tuple[int, ...]
     block_table: tuple[int, ...]
     samples: tuple[tuple[SequenceId, SlotId], ...]
+    is_scored: bool = False  # log-probabilities of the prompt's tokens that follow these are wanted
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

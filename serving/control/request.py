@@ -17,6 +17,7 @@ MAX_CHOICES = 128  # per request
 MAX_LOGPROBS = 20  # most likely alternatives per position
 MAX_PRIORITY = 2**31 - 1  # that a client may give, and as far below 0
 BACKGROUND = 2**32  # added to the priority of what nobody waits for: it comes behind all that clients ask for
+MAX_PROMPT_LOGPROBS = 1 << 18  # numbers of one request: they are sent, and written as JSON, in one piece
 
 
 class FinishReason(enum.Enum):
@@ -39,6 +40,7 @@ class Request:
     n: int = 1
     num_logprobs: int | None = None  # None: no log-probabilities at all; 0: the chosen token's only
     priority: int = 0  # lower is served first, as vLLM has it; of equals the oldest
+    num_prompt_logprobs: int | None = None  # likewise of the prompt's tokens; the whole prompt is then computed
     grammar: str = ""  # that every choice keeps to, as `serving.constrained` has it; empty: none
     prefix_root: bytes = b""  # what blocks of KV depend on besides tokens, as `kv.prefix.root_name` makes it
     block_names: tuple[bytes, ...] = ()  # of the prompt's full blocks, from the first on, as far as they are known
@@ -67,6 +69,19 @@ class Logprobs:
     top: tuple[tuple[int, float], ...]  # (token, logprob), most likely first
 
 
+@dataclass(frozen=True, slots=True)
+class PromptLogprobs:
+    """Log-probabilities of a prompt's tokens but its first, under the model's raw distribution.
+
+    Columns of the same positions; each has equally many `top`, position after position, the most likely first.
+    """
+
+    logprobs: tuple[float, ...]
+    ranks: tuple[int, ...]  # 1 for the likeliest token of the vocabulary
+    top_ids: tuple[int, ...] = ()
+    top_logprobs: tuple[float, ...] = ()
+
+
 class Output(NamedTuple):
     """What one step gave one sequence. The last output of a sequence carries its finish reason."""
 
@@ -75,3 +90,4 @@ class Output(NamedTuple):
     logprobs: tuple[Logprobs, ...] = ()
     finish: FinishReason | None = None
     num_cached_tokens: int = 0  # of the prompt: known when the sequence was admitted; 0 in all outputs but its first
+    prompt_logprobs: PromptLogprobs | None = None  # where asked for: in the first output of the first choice

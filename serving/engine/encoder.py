@@ -23,6 +23,7 @@ from moonshard.serving.control.plan import (
 )
 from moonshard.serving.control.request import Request, SequenceId, SlotId
 from moonshard.serving.control.sampling_parameters import PARAMETERS
+from moonshard.serving.engine.scoring import scored_places, write_tiles
 from moonshard.serving.engine.steps import Step, StepKind, StepShapes, smallest
 
 Fields = Mapping[str, np.ndarray]
@@ -80,7 +81,9 @@ class StepEncoder:
 
     def _encode_prefill(self, plan: PrefillPlan) -> Step:
         by_partition = self._by_partition(plan.chunks)
-        bucket = self._bucket_for(StepKind.PREFILL, max(map(self._num_padded, by_partition)))
+        num_padded = max(map(self._num_padded, by_partition))
+        is_scored = any(chunk.is_scored for chunk in plan.chunks)
+        bucket = self._scored_bucket(num_padded) if is_scored else self._bucket_for(StepKind.PREFILL, num_padded)
         packed, fields = self._blank(StepKind.PREFILL, bucket)
         sampling, sampling_fields = self._blank(StepKind.DRAW)
         first_draws = itertools.count(0, self._shapes.slots_per_partition)
@@ -90,14 +93,35 @@ class StepEncoder:
             for index, sequence in enumerate(self._write_chunks(own, chunks)):
                 draws[sequence] = first_draw + index
         order = (sequence for chunk in plan.chunks for sequence, _ in chunk.samples)
+        scoring, scored = self._scoring(plan, bucket) if is_scored else (None, ())
         return Step(
             plan.number,
             StepKind.PREFILL,
             bucket,
             packed,
             sampling=sampling if draws else None,
+            scoring=scoring,
+            scored=scored,
             draws=tuple(draws[each] for each in order),
         )
+
+    def _scored_bucket(self, size: int) -> int:
+        """The smallest bucket that holds `size` and has both programs: the largest has."""
+        bucket = self._bucket_for(StepKind.SCORE, size)
+        while (found := self._bucket_for(StepKind.PREFILL, bucket)) > bucket:
+            bucket = self._bucket_for(StepKind.SCORE, found)
+        return bucket
+
+    def _scoring(self, plan: PrefillPlan, bucket: int) -> tuple[np.ndarray, tuple[slice, ...]]:
+        """The packed scores' row of each partition, and where the rows of each scored chunk are among all tokens."""
+        packed, fields = self._blank(StepKind.SCORE, bucket)
+        places = scored_places(plan, bucket, self._num_rows, self._shapes.q_tile)
+        for chunk, place in places:
+            following = chunk.request.prompt[chunk.start + 1 : chunk.start + len(chunk.tokens) + 1]
+            partition, start = divmod(place.start, bucket)
+            fields["targets"][partition, start : start + len(following)] = following
+        write_tiles(fields, [place for _, place in places], self._shapes.score_tile(bucket))
+        return packed, tuple(place for _, place in places)
 
     def _num_padded(self, chunks: Sequence[PrefillChunk]) -> int:
         """A single row may be shorter than others."""

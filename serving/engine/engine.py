@@ -18,7 +18,7 @@ from moonshard.serving.control.batching.counters import Counters
 from moonshard.serving.control.batching.queue import NeverFits
 from moonshard.serving.control.batching.scheduler import Scheduler
 from moonshard.serving.control.plan import CopyPlan, DecodePlan, Delivered, LoadPlan, Plan, PrefillPlan, Sampled
-from moonshard.serving.control.request import Logprobs, Request, SequenceId
+from moonshard.serving.control.request import Logprobs, Output, Request, SequenceId
 from moonshard.serving.engine.clocks import RequestClocks
 from moonshard.serving.engine.device import DeviceThread, Executor, StepDone
 from moonshard.serving.engine.encoder import StepEncoder
@@ -26,6 +26,7 @@ from moonshard.serving.engine.events import Emitted, EngineEvents, StepReport
 from moonshard.serving.engine.exchange import BlockExchange
 from moonshard.serving.engine.pace import Pace
 from moonshard.serving.engine.programs import Drawn
+from moonshard.serving.engine.scoring import PromptScores
 from moonshard.serving.engine.steps import Step, StepKind
 
 EXPIRY_PERIOD_S = 0.25
@@ -58,6 +59,7 @@ class Engine:
         self._late: dict[int, LateMasks] = {}  # of those with constrained rows
         self._exchange = BlockExchange(encoder, self._device.submit)
         self._clocks = RequestClocks()
+        self._scores = PromptScores()
         self._num_computing = 0  # prefill and decode steps in flight
         self._is_launching = False
         self._pace = Pace(num_stages)
@@ -86,6 +88,7 @@ class Engine:
         self._scheduler.add(request, time.perf_counter(), resumed, partition)
         self._masks.take(request.id, places)
         self._clocks.start(request.id, time.perf_counter_ns())
+        self._scores.begin(request)
         self.wake()
 
     def join(
@@ -144,6 +147,11 @@ class Engine:
             self._expiry.cancel()
         await asyncio.to_thread(self._device.close)
 
+    @property
+    def num_scoring(self) -> int:
+        """Requests whose prompt's log-probabilities are kept here, until their first token."""
+        return len(self._scores)
+
     def counters(self) -> Counters:
         return self._scheduler.counters()
 
@@ -171,6 +179,7 @@ class Engine:
 
     def _forget(self, request_id: bytes) -> None:
         self._clocks.forget(request_id)
+        self._scores.forget(request_id)
         self._masks.forget(request_id)
 
     def _places(self, request: Request, generated: Mapping[int, tuple[int, ...]]) -> Mapping[int, Place]:
@@ -232,6 +241,8 @@ class Engine:
             self._turn_down(late.faults)
         results = {} if done.drawn is None else _results(plan, done.drawn)
         delivered = self._scheduler.complete(done.number, results)
+        if isinstance(plan, PrefillPlan) and any(chunk.is_scored for chunk in plan.chunks):
+            delivered = self._with_scores(plan, done, delivered)
         if late is not None:
             for output in delivered.outputs:
                 if output.finish is not None:
@@ -240,6 +251,19 @@ class Engine:
         self._launch()  # first, so that the device has work while the outputs are sent
         self._emit(done, delivered)
         self._events.on_done(done, plan)
+
+    def _with_scores(self, plan: PrefillPlan, done: StepDone, delivered: Delivered) -> Delivered:
+        """The log-probabilities of a prompt go with the first token behind it."""
+        assert done.drawn is not None  # as of every step with scores
+        assert done.drawn.scores is not None
+        self._scores.take(plan, done.drawn.scores)
+        ending = {chunk.sequence: chunk.request for chunk in plan.chunks if chunk.is_scored and chunk.samples}
+
+        def told(output: Output) -> Output:
+            request = ending.get(output.sequence)
+            return output if request is None else output._replace(prompt_logprobs=self._scores.pop(request))
+
+        return dataclasses.replace(delivered, outputs=tuple(map(told, delivered.outputs)))
 
     def _emit(self, done: StepDone, delivered: Delivered) -> None:
         if delivered.outputs:

@@ -10,7 +10,7 @@ No scheduler object comes here.
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import numpy as np
@@ -20,15 +20,19 @@ from moonshard.serving.engine.compiled.blueprint import Blueprint
 from moonshard.serving.engine.compiled.prepared import PreparedPrograms
 from moonshard.serving.engine.compiled.stage_model import StageModel
 from moonshard.serving.engine.draws import DRAWN_COLUMNS
+from moonshard.serving.engine.scoring import scored_rows
 from moonshard.serving.engine.stage import Stage
 from moonshard.serving.engine.steps import Step, StepKind, StepShapes
+
+NO_DRAWS = np.zeros((0, DRAWN_COLUMNS), np.int32)
 
 
 @dataclass(frozen=True, slots=True)
 class Launched:
     """A step in flight, and what it gives, still on the devices.
 
-    For a step with draws, the packed draws; for one without, a number that is ready once the step has run. For an
+    For a step with draws, the packed draws; for one without, what is ready once the step has run. Behind it the packed
+    scores, where there are any. For an
     export its blocks, by stage; for a land, by stage, a number that is ready once the blocks have landed. Nothing for
     the kinds whose end nobody waits for.
     """
@@ -49,6 +53,7 @@ class Drawn:
     logprobs: np.ndarray  # [rows, q_len] f32
     top_ids: np.ndarray  # [rows, q_len, top] int32
     top_logprobs: np.ndarray  # [rows, q_len, top] f32
+    scores: np.ndarray | None = None  # packed, of the scored chunks' rows one after another
 
     def logprobs_of(self, row: int, index: int, num_top: int) -> Logprobs:
         """The log-probabilities of the `index`-th token of a row."""
@@ -91,7 +96,7 @@ class Programs:
         """Enqueues a step and returns without waiting for it; before its draws it waits for what their masks need."""
         match step.kind:
             case StepKind.PREFILL | StepKind.DECODE | StepKind.VERIFY:
-                return Launched(step, (self._run(step),))
+                return Launched(step, self._run(step))
             case StepKind.EXPORT:
                 return Launched(step, tuple(stage.export(step.bucket, step.metadata) for stage in self.stages))
             case StepKind.LAND:
@@ -102,7 +107,7 @@ class Programs:
                 for stage in self.stages:
                     (stage.load if step.kind is StepKind.LOAD else stage.copy)(step.metadata)
                 return Launched(step, ())
-            case StepKind.DRAW | StepKind.ACCEPT | StepKind.NOTE:
+            case StepKind.DRAW | StepKind.ACCEPT | StepKind.NOTE | StepKind.SCORE:
                 raise ValueError(f"{step.kind} is no step of its own")
 
     def fetch(self, launched: Launched) -> Drawn | np.ndarray | None:
@@ -114,7 +119,10 @@ class Programs:
         step, results = launched.step, launched.results
         match step.kind:
             case StepKind.PREFILL | StepKind.DECODE if step.sampling is not None:
-                return _drawn(_rows(np.asarray(results[0]), step.draws))
+                drawn = _drawn(_rows(np.asarray(results[0]), step.draws))
+                return drawn if step.scoring is None else replace(drawn, scores=scored_rows(step, results[1]))
+            case StepKind.PREFILL if step.scoring is not None:
+                return replace(_drawn(NO_DRAWS), scores=scored_rows(step, results[1]))
             case StepKind.VERIFY:
                 return _accepted(_rows(np.asarray(results[0]), step.draws))
             case StepKind.EXPORT:
@@ -125,9 +133,9 @@ class Programs:
                 jax.block_until_ready(results)
                 return None
 
-    def _run(self, step: Step) -> jax.Array:
-        """Runs a step through all stages. Returns the packed draws, or a number where nothing is
-        drawn.
+    def _run(self, step: Step) -> tuple[jax.Array, ...]:
+        """Runs a step through all stages. Returns the packed draws, or where nothing is drawn what the last stage gave;
+        then the packed scores, if there are any.
         """
         slots = self._slots(step)
         self._note_due(slots)
@@ -135,14 +143,15 @@ class Programs:
         for stage in self.stages:
             result = stage.run(step.kind, step.bucket, step.metadata, result)
         assert result is not None  # there is a stage
+        scores = () if step.scoring is None else (self.stages[-1].score(step.bucket, step.scoring, result),)
         if step.sampling is None:
-            return result
+            return (result, *scores)
         kind = StepKind.ACCEPT if step.kind is StepKind.VERIFY else StepKind.DRAW
         masks = None if step.allowed is None else step.allowed()
         draws, newest = self.stages[-1].draw(kind, step.sampling, masks)
         if newest is not None and slots:
             self._due.append(_Due(slots, step.sampling[:, : self._layouts[StepKind.DRAW, 0].size], newest))
-        return draws
+        return (draws, *scores)
 
     def _slots(self, step: Step) -> frozenset[tuple[int, int]]:
         """The slots whose next input token the step reads or writes; none where a single stage draws and reads it."""

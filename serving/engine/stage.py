@@ -36,7 +36,7 @@ class Stage:
     def run(self, kind: StepKind, bucket: int, packed: np.ndarray, hidden: jax.Array | None) -> jax.Array:
         """A prefill, a decode or a verification.
 
-        Returns the activations, or on the last stage a number that is ready once it has run.
+        Returns the activations; but of a prefill the last stage gives a number that is ready once it has run.
         `hidden` are the activations of the stage before, on any mesh; None on the first.
         """
         given = () if hidden is None else (jax.device_put(hidden, self._by_partition),)
@@ -58,6 +58,10 @@ class Stage:
         slots, last_token, drawn, newest = self.programs[kind, 0](*given)
         self.state = state._replace(slots=slots, last_token=last_token)
         return drawn, newest
+
+    def score(self, bucket: int, packed: np.ndarray, rows: jax.Array) -> jax.Array:
+        """On the last stage: the packed scores of all partitions, from the rows that a prefill of that bucket gave."""
+        return self.programs[StepKind.SCORE, bucket](self.weights, packed, rows)
 
     def note(self, packed: np.ndarray, newest: jax.Array) -> None:
         """On the first stage: what the last one drew becomes the input of the slots' next decode step."""

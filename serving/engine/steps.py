@@ -22,6 +22,7 @@ from moonshard.kv.blocks import PLAIN, BlockGroups
 from moonshard.serving.control.request import MAX_LOGIT_BIAS, MAX_STOP_TOKENS
 from moonshard.serving.control.sampling_parameters import PARAMETERS, Parameter
 
+SCORED_AT_ONCE = 64  # at most: of 163,840 tokens their logits are 42 MB
 NOWHERE = 2**31 - 1  # beyond every array: what is written there is dropped
 
 
@@ -37,6 +38,7 @@ class StepKind(enum.Enum):
     DRAW = "draw"
     ACCEPT = "accept"  # the draws of a verification
     NOTE = "note"  # the last stage's draws come to the first
+    SCORE = "score"  # log-probabilities of a prefill's prompts
 
 
 class DrawMasks(Protocol):
@@ -70,6 +72,8 @@ class Step:
     metadata: np.ndarray  # [partitions, size of the layout], int32
     sampling: np.ndarray | None = None  # likewise of the draws' layout; None where nobody draws
     allowed: DrawMasks | None = None  # None: any token
+    scoring: np.ndarray | None = None  # likewise of the scores' layout; None where no prompt is scored
+    scored: tuple[slice, ...] = ()  # of each scored chunk, in the plan's order: its rows among all partitions' tokens
     draws: tuple[int, ...] = ()  # rows of the plan's tokens, in its order; row r of partition p is p * slots + r
     partition: int = 0  # whose blocks an export or a land moves
     num_blocks: int = 0  # of an export or a land; the rest of the bucket is padding
@@ -128,6 +132,7 @@ _BY_EFFORT = (
     StepKind.VERIFY,
     StepKind.DRAW,
     StepKind.ACCEPT,
+    StepKind.SCORE,
     StepKind.EXPORT,
     StepKind.LAND,
     StepKind.LOAD,
@@ -157,11 +162,18 @@ class StepShapes:
         if self.q_len > 1:
             found[StepKind.VERIFY] = self.decode_buckets
         found |= dict.fromkeys((StepKind.EXPORT, StepKind.LAND), self.transfer_buckets)
+        found[StepKind.SCORE] = self.score_buckets
         return {kind: sizes for kind, sizes in found.items() if sizes}
 
     @property
+    def score_buckets(self) -> tuple[int, ...]:
+        """Of the prefills whose prompts can be scored: one row and the largest, since few requests ask for it."""
+        largest = self.prefill_buckets[-1]
+        return tuple(bucket for bucket in self.prefill_buckets if bucket in (self.q_tile, largest))
+
+    @property
     def programs(self) -> tuple[ProgramKey, ...]:
-        """Every (kind, bucket) there is: prefills, which take longest to compile, decodes, draws, and then trifles.
+        """Every (kind, bucket) there is: prefills, which take longest to compile, decodes, draws, scores, then trifles.
 
         Of each kind the largest first.
         """
@@ -191,6 +203,8 @@ class StepShapes:
                 return StepLayout(self._draw())
             case StepKind.ACCEPT:
                 return StepLayout((*self._draw(), *self._guessed("sample_", self.slots_per_partition)))
+            case StepKind.SCORE:
+                return self._score(bucket)
 
     def prefill_tile(self, bucket: int) -> int:
         """Queries per row of a prefill bucket: the smallest may be less than a whole row."""
@@ -238,6 +252,19 @@ class StepShapes:
             Field("stops_from", (rows,)),  # the first position at which stop tokens may be drawn
             Field("wants_logprobs", (rows,)),
             Field("is_masked", (rows,)),
+        )
+
+    def score_tile(self, bucket: int) -> int:
+        """Rows of a prefill bucket that are scored at once: their logits are all that is there of the vocabulary."""
+        return math.gcd(bucket, SCORED_AT_ONCE)
+
+    def _score(self, bucket: int) -> StepLayout:
+        return StepLayout(
+            (
+                Field("num_tiles", ()),  # equal in all partitions, whose devices may have to gather each one's logits
+                Field("tiles", (bucket // self.score_tile(bucket),)),
+                Field("targets", (bucket,)),  # the token that follows each of the prefill's
+            )
         )
 
     def _load(self) -> StepLayout:

@@ -14,7 +14,7 @@ from moonshard.rpc import inference_pb2 as pb
 from moonshard.rpc.codec import decode_finish_reason
 from moonshard.rpc.types import FinishReason, ToolCallPart
 from moonshard.serving.gateway.openai.messages import CalledFunction, CallMade, Message
-from moonshard.serving.gateway.pipeline.choice import CallsMade
+from moonshard.serving.gateway.pipeline.choice import CallsMade, PromptEvent
 
 type Kind = Literal["thought", "text", "call"]
 
@@ -51,7 +51,7 @@ class Blocks:
         self.is_open = False  # the last one
         self._made: list[ToolCallPart] = []  # what comes with the next delta
 
-    def add(self, event: pb.TokenIds | CallsMade | pb.Delta) -> None:
+    def add(self, event: PromptEvent | CallsMade | pb.Delta) -> None:
         """Takes an event of the pipeline's, of which nobody is told before the end."""
         if isinstance(event, CallsMade):
             self.calls(event)

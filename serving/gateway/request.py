@@ -16,6 +16,7 @@ from moonshard.serving.control.request import (
     MAX_LOGIT_BIAS,
     MAX_LOGPROBS,
     MAX_PRIORITY,
+    MAX_PROMPT_LOGPROBS,
     MAX_STOP_TOKENS,
 )
 from moonshard.serving.control.sampling_parameters import PARAMETERS, Range
@@ -132,6 +133,8 @@ class GenerationRequest:
     num_logprobs: int | None = None
     priority: int = 0  # lower is served first
     is_background: bool = False  # nobody waits for the answer: it comes behind all others, whatever its priority
+    num_prompt_logprobs: int | None = None
+    is_answered: bool = True  # else the prompt is all that is wanted: `max_tokens` is 1, and that token nobody's
     skip_special_tokens: bool = True
     tool_use: ToolUse | None = None  # None: calls in the answer are not looked for
     form: Part | None = None  # that the answer keeps to, where it is no call
@@ -162,6 +165,7 @@ _RANGES = {
     "min_tokens": Range(0, 2**32 - 1),
     "num_logprobs": Range(0, MAX_LOGPROBS),
     "priority": Range(-MAX_PRIORITY, MAX_PRIORITY),
+    "num_prompt_logprobs": Range(0, MAX_LOGPROBS),
 }
 
 
@@ -191,6 +195,16 @@ def check_token_ids(request: GenerationRequest, name: str, token_ids: Sequence[i
     if token_ids and not (min(token_ids) >= 0 and max(token_ids) < vocab_size):
         offender = next(token for token in token_ids if not 0 <= token < vocab_size)
         raise request.invalid(name, f"token id {offender} is outside the vocabulary of {vocab_size} tokens")
+
+
+def check_prompt_logprobs(request: GenerationRequest, num_prompt: int) -> None:
+    """InvalidArgument where the log-probabilities of so many tokens are too many for one answer."""
+    if request.num_prompt_logprobs is None:
+        return
+    num_all = num_prompt * (1 + request.num_prompt_logprobs)
+    if num_all > MAX_PROMPT_LOGPROBS:
+        problem = f"{num_all} log-probabilities of {num_prompt} tokens, at most {MAX_PROMPT_LOGPROBS} are told"
+        raise request.invalid("num_prompt_logprobs", problem)
 
 
 def stop_tokens(

@@ -18,9 +18,11 @@ from moonshard.serving.control.request import (
     MAX_LOGIT_BIAS,
     MAX_LOGPROBS,
     MAX_PRIORITY,
+    MAX_PROMPT_LOGPROBS,
     MAX_STOP_TOKENS,
     FinishReason,
     Logprobs,
+    PromptLogprobs,
     Request,
 )
 from moonshard.serving.control.sampling_parameters import PARAMETERS, Sampling
@@ -65,6 +67,7 @@ def request_from(run: link_pb2.Run, limits: Limits) -> Request:
         n=run.n,
         num_logprobs=run.logprobs if run.HasField("logprobs") else None,
         priority=run.priority,
+        num_prompt_logprobs=run.prompt_logprobs if run.HasField("prompt_logprobs") else None,
         grammar=run.grammar,
         prefix_root=run.prefix_root,
         block_names=tuple(names),
@@ -90,12 +93,19 @@ def _check(run: link_pb2.Run, limits: Limits) -> None:
             "n": run.n > MAX_CHOICES,
             "logprobs": run.logprobs > MAX_LOGPROBS,
             "priority": not -MAX_PRIORITY <= run.priority <= MAX_PRIORITY + BACKGROUND,
+            "prompt_logprobs": run.prompt_logprobs > MAX_LOGPROBS or not _fit_in_one_answer(run),
             "grammar": len(run.grammar) > MAX_GRAMMAR_CHARS,
             "prefix_root": len(run.prefix_root) > MAX_ROOT_BYTES,
             "block_names": len(names) not in (0, num_name_bytes) or len(names) != NAME_BYTES * _num_distinct(names),
             **{each.name: getattr(sampling, each.name) not in each.engine_bounds for each in PARAMETERS},
         }
     )
+
+
+def _fit_in_one_answer(run: link_pb2.Run) -> bool:
+    """Whether the log-probabilities of the prompt are few enough to be sent in one piece."""
+    num_of_each = 1 + run.prompt_logprobs if run.HasField("prompt_logprobs") else 0
+    return len(run.prompt_tokens) * num_of_each <= MAX_PROMPT_LOGPROBS
 
 
 def _refuse_first(faults: Mapping[str, bool]) -> None:
@@ -175,6 +185,15 @@ def sequence_output(emitted: Emitted) -> link_pb2.SequenceOutput:
         finish_reason=_FINISH[output.finish],
         cached_tokens=output.num_cached_tokens,
         phases=_phases(emitted.phases),
+        prompt_logprobs=_prompt_logprobs(output.prompt_logprobs),
+    )
+
+
+def _prompt_logprobs(found: PromptLogprobs | None) -> inference_pb2.PromptLogprobs | None:
+    if found is None:
+        return None
+    return inference_pb2.PromptLogprobs(
+        logprobs=found.logprobs, ranks=found.ranks, top_ids=found.top_ids, top_logprobs=found.top_logprobs
     )
 
 

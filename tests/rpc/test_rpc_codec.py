@@ -53,6 +53,7 @@ def test_every_option_reaches_its_field():
         ignore_eos=True,
         n=2,
         logprobs=0,
+        prompt_logprobs=0,
         request_id="mine",
         tools=[{"name": "f", "parameters": "{}", "strict": True}],
         template_kwargs={"thinking": False},
@@ -83,7 +84,7 @@ def test_every_option_reaches_its_field():
         template_kwargs='{"thinking": false}',
         reasoning_effort="none",
     )
-    whole = {"chat": chat, "model": "tiny", "n": 2, "logprobs": 0, "request_id": "mine"}
+    whole = {"chat": chat, "model": "tiny", "n": 2, "logprobs": 0, "prompt_logprobs": 0, "request_id": "mine"}
     whole |= {"forced_function": "f", "single_tool_call": True, "require_tool_call": True, "priority": -3}
     whole |= {"structured_outputs": pb.StructuredOutputs(json_schema='{"type": "object"}')}
     assert request == pb.GenerateRequest(**whole, sampling=sampling, stop=stop)

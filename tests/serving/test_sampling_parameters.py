@@ -22,7 +22,7 @@ from moonshard.serving.engine.encoder import StepEncoder
 from moonshard.serving.engine.steps import Step, StepKind, StepShapes
 from moonshard.serving.gateway.grpc.front import generation_request
 from moonshard.serving.gateway.openai.body import BodyDecoder
-from moonshard.serving.gateway.openai.requests import ChatBody, CompletionBody, chat_request, completion_request
+from moonshard.serving.gateway.openai.requests import ChatBody, CompletionBody, chat_request, completion_requests
 from moonshard.serving.gateway.pipeline.generation import engine_sampling
 from moonshard.serving.gateway.request import GenerationRequest, check_parameters
 from moonshard.serving.wire.requests import Limits, request_from
@@ -81,7 +81,7 @@ class Surface:
                 return chat_request(body, request_id="r", received_ns=0)
             case "completion":
                 body, _ = BodyDecoder(CompletionBody).decode(json.dumps({"prompt": [1], **said}).encode())
-                return completion_request(body, request_id="r", received_ns=0)
+                return completion_requests(body, request_id="r", received_ns=0)[0]
             case _:
                 options: GenerateOptions = said  # pyright: ignore[reportAssignmentType]  # any of its names
                 sent = encode_generate([1], options).SerializeToString()

@@ -137,7 +137,8 @@ class Admission:
         return self._found(sequence)[: (sequence.num_tokens - 1) // self._pool.block_size]
 
     def _found(self, sequence: Sequence) -> tuple[int, ...]:
-        if not self._cache.is_on:
+        """The blocks that the cache has; none for a prompt whose log-probabilities only its computation gives."""
+        if not self._cache.is_on or sequence.is_scored:
             return ()
         block_size = self._pool.block_size
         names = sequence.names(sequence.num_tokens // block_size, block_size)

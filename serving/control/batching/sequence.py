@@ -66,6 +66,11 @@ class Sequence:
         return self.accepted.request
 
     @property
+    def is_scored(self) -> bool:
+        """Whether its prefill gives the prompt's log-probabilities: the first choice's, once."""
+        return self.request.num_prompt_logprobs is not None and self.id.choice == 0 and not self.generated
+
+    @property
     def order(self) -> tuple[int, bool, int, int]:
         """Sorts by priority, then by arrival; the first is never preempted for another. Of one priority, resumed
         requests sort before all that began here.
@@ -192,6 +197,7 @@ class Occupancy:
             tokens=self.sequence.tokens(self.num_computed, end),
             block_table=self.blocks,
             samples=tuple((sampler.sequence.id, sampler.slot) for sampler in samplers),
+            is_scored=self.sequence.is_scored,
         )
 
     def row(self, q_len: int, draft: tuple[int, ...] = ()) -> DecodeRow:

@@ -23,7 +23,7 @@ from moonshard.models.native.zeros import zeros
 from moonshard.models.sampling import SlotState
 from moonshard.models.spec import matmul_precision, page_layers
 from moonshard.serving.control.request import MAX_LOGIT_BIAS, MAX_STOP_TOKENS
-from moonshard.serving.engine import draws
+from moonshard.serving.engine import draws, scores
 from moonshard.serving.engine.compiled import bodies
 from moonshard.serving.engine.compiled.stage_model import StageModel
 from moonshard.serving.engine.steps import ProgramKey, StepKind, StepLayout, StepShapes
@@ -101,6 +101,8 @@ class Blueprint:
                 return (state.pages, packed)
             case StepKind.LAND:
                 return (state.pages, packed, self._payload(bucket))
+            case StepKind.SCORE:
+                return (self.part.weights, packed, self._stream(StepKind.PREFILL, bucket))
 
     def result_tree(self, key: ProgramKey) -> Any:
         """The tree structure of what a program returns, known without tracing it."""
@@ -116,7 +118,7 @@ class Blueprint:
                 found = (state.pages, leaf)
             case StepKind.COPY:
                 found = state.pages
-            case StepKind.EXPORT | StepKind.NOTE:
+            case StepKind.EXPORT | StepKind.NOTE | StepKind.SCORE:
                 found = leaf
         return jax.tree.structure(found)
 
@@ -181,7 +183,8 @@ class Blueprint:
     def keys(self) -> tuple[ProgramKey, ...]:
         """The keys of all programs that the stage runs."""
         is_first, is_last = self.part.is_first, self.part.is_last
-        own = [key for key in self.shapes.programs if is_last or key[0] not in (StepKind.DRAW, StepKind.ACCEPT)]
+        behind_logits = {StepKind.DRAW, StepKind.ACCEPT, StepKind.SCORE}
+        own = [key for key in self.shapes.programs if is_last or key[0] not in behind_logits]
         own = [key for key in own if key[0] is not StepKind.LOAD or is_first or is_last]
         return (*own, (StepKind.NOTE, 0)) if is_first and not is_last else tuple(own)
 
@@ -216,16 +219,23 @@ class Blueprint:
                 return self._jitted(body, given, (*slots, BY_PARTITION, newest), donated=(0, 1))
             case StepKind.PREFILL | StepKind.DECODE | StepKind.VERIFY:
                 return self._step_program(bodies.INPUTS[kind], layout)
+            case StepKind.SCORE:
+                precision, tile = matmul_precision(self._dtype), self.shapes.score_tile(bucket)
+                body = functools.partial(scores.score, self.part, layout, tile, precision)
+                return self._jitted(body, (self._weight_specs, packed, BY_PARTITION), BY_PARTITION)
 
     def _step_program(self, read: bodies.StepInput, layout: StepLayout) -> Any:
         """The model's own: it reads tokens and writes pages, and on the last stage logits."""
         part, state = self.part, self._specs
         body = functools.partial(bodies.run, part, read, layout, matmul_precision(self._dtype))
-        weights = jax.tree.map(lambda leaf: leaf.sharding.spec, part.weights)
         hidden = () if part.is_first else (BY_PARTITION,)
-        given = (weights, state.pages, state.logits, state.last_token, BY_PARTITION, *hidden)
-        result = PartitionSpec() if part.is_last else BY_PARTITION
+        given = (self._weight_specs, state.pages, state.logits, state.last_token, BY_PARTITION, *hidden)
+        result = PartitionSpec() if part.is_last and not read.gives_rows else BY_PARTITION
         return self._jitted(body, given, (state.pages, state.logits, result), donated=(1, 2))
+
+    @property
+    def _weight_specs(self) -> Any:
+        return jax.tree.map(lambda leaf: leaf.sharding.spec, self.part.weights)
 
     @property
     def _draw_tile(self) -> int:

@@ -23,6 +23,7 @@ class StepInput(NamedTuple):
     batch: Callable[[jax.Array | None, Fields], Batch]
     drawn_for: Callable[[jax.Array, Fields], jax.Array]
     chunk_tokens: Callable[[Fields], int]  # the most tokens that one sequence may have in the step
+    gives_rows: bool = False  # on the last stage too: prompts may be scored by them
 
 
 def _prefill_batch(last_token: jax.Array | None, f: Fields) -> Batch:
@@ -55,7 +56,7 @@ def _position_by_position(rows: jax.Array, f: Fields) -> jax.Array:
 
 INPUTS = {
     StepKind.PREFILL: StepInput(
-        _prefill_batch, lambda rows, f: rows[f["sample_from"]][None], lambda f: f["tokens"].size
+        _prefill_batch, lambda rows, f: rows[f["sample_from"]][None], lambda f: f["tokens"].size, True
     ),
     StepKind.DECODE: StepInput(_decode_batch, _position_by_position, lambda f: 1),
     StepKind.VERIFY: StepInput(_verify_batch, _position_by_position, lambda f: f["draft"].shape[1] + 1),
@@ -76,7 +77,7 @@ def run(
 ) -> tuple[Pages, jax.Array | None, jax.Array]:
     """Runs a stage's layers; returns the pages with their KV. On the last stage also returns the logits of the rows
     that are drawn for, written over the first of `logits`, and a number: all outputs of a program are ready at once. On
-    other stages there are no logits, and the activations come instead of the number.
+    other stages there are no logits, and the activations come instead of the number, as where `read` gives rows.
     """
     f = layout.unpack(packed[0])
     with jax.default_matmul_precision(precision):
@@ -100,7 +101,8 @@ def run(
             weights, drawn_for.reshape(-1, drawn_for.shape[-1]), part.shard, machine=part.machine
         )
     found = found.reshape(*drawn_for.shape[:-1], -1)
-    return pages, jax.lax.dynamic_update_slice(logits, found, (0, 0, 0)), jnp.int32(0)
+    logits = jax.lax.dynamic_update_slice(logits, found, (0, 0, 0))
+    return pages, logits, out if read.gives_rows else jnp.int32(0)
 
 
 def copy(

@@ -88,5 +88,5 @@ def _count(
     given = step + inputs + (0 if stage.is_first else stream)
     return StepBytes(
         arguments=int(its_budget.weight_bytes) + page_bytes + logits + given,
-        outputs=page_bytes + logits + (INT_BYTES if stage.is_last else stream),
+        outputs=page_bytes + logits + (INT_BYTES if stage.is_last and kind is StepKind.DECODE else stream),
     )

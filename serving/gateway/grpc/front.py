@@ -40,6 +40,7 @@ _SPELLING: Mapping[str, str] = {
     **{name: f"sampling.{name}" for name in (*(each.name for each in PARAMETERS), "logit_bias")},
     **{name: f"stop.{name}" for name in ("max_tokens", "min_tokens", "stop", "stop_token_ids")},
     "num_logprobs": "logprobs",
+    "num_prompt_logprobs": "prompt_logprobs",
     "tool_choice": "require_tool_call",
     "ignore_eos": "stop.ignore_eos",
     **{name: f"chat.{name}" for name in ("tools", "template_kwargs", "reasoning_effort")},
@@ -94,6 +95,8 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
                     is_placed = True
                 elif isinstance(event, pb.TokenIds):
                     await context.write(pb.GenerateResponse(prompt=event))
+                elif isinstance(event, pb.PromptLogprobs):
+                    await context.write(pb.GenerateResponse(prompt_logprobs=event))
                 else:
                     await context.write(pb.GenerateResponse(summary=event))
 
@@ -153,6 +156,7 @@ def generation_request(request: pb.GenerateRequest, *, received_ns: int) -> Gene
         n=request.n if request.HasField("n") else 1,
         num_logprobs=request.logprobs if request.HasField("logprobs") else None,
         priority=request.priority,
+        num_prompt_logprobs=request.prompt_logprobs if request.HasField("prompt_logprobs") else None,
         tool_use=tool_use(
             request.chat,
             request.forced_function,

@@ -17,7 +17,7 @@ from moonshard.serving.gateway.http.disconnect import until_disconnect
 from moonshard.serving.gateway.http.edge import large_answer
 from moonshard.serving.gateway.http.errors import late_headers
 from moonshard.serving.gateway.http.event_stream import KEEP_ALIVE, EventStream
-from moonshard.serving.gateway.pipeline.choice import CallsMade
+from moonshard.serving.gateway.pipeline.choice import CallsMade, PromptEvent
 from moonshard.serving.gateway.pipeline.generation import Gateway, GenerationEvent, Routed
 from moonshard.serving.gateway.request import GenerationRequest
 
@@ -25,7 +25,7 @@ from moonshard.serving.gateway.request import GenerationRequest
 class Collected(Protocol):
     """Collects the events of one request into one body."""
 
-    def add(self, event: pb.TokenIds | CallsMade | pb.Delta) -> None: ...
+    def add(self, event: PromptEvent | CallsMade | pb.Delta) -> None: ...
 
     def body(self, summary: pb.Summary) -> bytes: ...
 
@@ -33,7 +33,7 @@ class Collected(Protocol):
 class Streamed(Protocol):
     """Turns the events of one request into server-sent events; empty where the client is told nothing."""
 
-    def set_prompt(self, prompt: pb.TokenIds) -> None: ...
+    def set_prompt(self, event: PromptEvent, /) -> None: ...
 
     def delta(self, delta: pb.Delta) -> bytes: ...
 
@@ -82,7 +82,7 @@ class Answering:
                 elif isinstance(event, CallsMade):
                     if said := told.calls(event):
                         yield said
-                elif isinstance(event, pb.TokenIds):
+                elif isinstance(event, pb.TokenIds | pb.PromptLogprobs):
                     told.set_prompt(event)
                 elif isinstance(event, Routed):
                     headers |= event.headers()

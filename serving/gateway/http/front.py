@@ -21,6 +21,7 @@ from moonshard.serving.config.tenants import Tenants
 from moonshard.serving.gateway.batches.api.routes import Batches, Handler, Methods, batch_routes
 from moonshard.serving.gateway.caller import Caller, check_key, read_caller
 from moonshard.serving.gateway.http.answering import Answering
+from moonshard.serving.gateway.http.batched import BatchAnswering
 from moonshard.serving.gateway.http.disconnect import until_disconnect
 from moonshard.serving.gateway.http.edge import Edge, header_of, large_answer, visible_id
 from moonshard.serving.gateway.http.errors import add_error_handlers, error_response, json_response
@@ -32,6 +33,8 @@ from moonshard.serving.gateway.http.strangers import Strangers
 from moonshard.serving.gateway.intake.bounds import TOKENIZED_CONTEXTS, Intake
 from moonshard.serving.gateway.openai import requests
 from moonshard.serving.gateway.openai.body import BodyDecoder
+from moonshard.serving.gateway.openai.prompts import Asked as AskedOfPrompts
+from moonshard.serving.gateway.openai.prompts import Prompts
 from moonshard.serving.gateway.openai.responses import (
     ChatFormat,
     Chunks,
@@ -83,6 +86,7 @@ class HttpFront:
         self._version = version
         self._bodies = Bodies(intake, unknown_fields, gateway.aside)
         self._answering = Answering(gateway, keep_alive_s=keep_alive_s, is_background=is_background)
+        self._batches = BatchAnswering(gateway, keep_alive_s=keep_alive_s, is_background=is_background)
         self._tenants = tenants
         self._created = int(time.time())
         responses = ResponsesRoutes(gateway, self._bodies, self._answering, tenants, stored)
@@ -131,18 +135,27 @@ class HttpFront:
         asked = replace(asked, caller=self._caller(request, body), parent=self._parent(request))
         envelope, is_streamed = self._envelope(asked, body), bool(body.stream)
         del body  # it may be large, and would be held until the answer ends
-        form = ChatFormat(self._gateway.model.tokenizer)
-        return await self._respond(request, asked, envelope, form, is_streamed=is_streamed)
+        tokenizer = self._gateway.model.tokenizer
+        prompts = Prompts(tokenizer, AskedOfPrompts(num_prompt_logprobs=asked.num_prompt_logprobs))
+        return await self._respond(request, asked, envelope, ChatFormat(tokenizer), prompts, is_streamed=is_streamed)
 
     async def _complete(self, request: Request) -> Response:
         received_ns = time.perf_counter_ns()
-        meant = partial(requests.completion_request, request_id=visible_id(request, "cmpl-"), received_ns=received_ns)
-        body, asked = await self._bodies.read(_COMPLETION, request, meant)
-        asked = replace(asked, caller=self._caller(request, body), parent=self._parent(request))
-        envelope, is_streamed = self._envelope(asked, body), bool(body.stream)
+        meant = partial(requests.completion_requests, request_id=visible_id(request, "cmpl-"), received_ns=received_ns)
+        body, batch = await self._bodies.read(_COMPLETION, request, meant)
+        caller, parent = self._caller(request, body), self._parent(request)
+        batch = [replace(asked, caller=caller, parent=parent) for asked in batch]
+        first, tokenizer = batch[0], self._gateway.model.tokenizer
+        envelope, is_streamed = self._envelope(first, body), bool(body.stream)
+        prompts = Prompts(tokenizer, requests.asked_of_prompts(body, first, len(batch)))
         del body
-        form = CompletionFormat(self._gateway.model.tokenizer, asked.skip_special_tokens)
-        return await self._respond(request, asked, envelope, form, is_streamed=is_streamed)
+        form = CompletionFormat(tokenizer, first.skip_special_tokens)
+        if len(batch) == 1:
+            return await self._respond(request, first, envelope, form, prompts, is_streamed=is_streamed)
+        envelope = replace(envelope, id=first.request_id.removesuffix("-0"))
+        if is_streamed:
+            return self._batches.streamed(request, batch, Chunks(envelope, form, prompts))
+        return await self._batches.whole(request, batch, Whole(envelope, form, prompts))
 
     def _caller(self, request: Request, body: requests.GenerationBody) -> Caller:
         return read_caller(self._tenants, header_of(request), body.prompt_cache_key, body.user)
@@ -165,11 +178,18 @@ class HttpFront:
         )
 
     async def _respond(
-        self, request: Request, asked: GenerationRequest, envelope: Envelope, form: Format, *, is_streamed: bool
+        self,
+        request: Request,
+        asked: GenerationRequest,
+        envelope: Envelope,
+        form: Format,
+        prompts: Prompts,
+        *,
+        is_streamed: bool,
     ) -> Response:
         if is_streamed:
-            return self._answering.streamed(request, asked, Chunks(envelope, form))
-        return await self._answering.whole(request, asked, Whole(envelope, form))
+            return self._answering.streamed(request, asked, Chunks(envelope, form, prompts))
+        return await self._answering.whole(request, asked, Whole(envelope, form, prompts))
 
     async def _tokenize(self, request: Request) -> Response:
         body, asked = await self._bodies.read(

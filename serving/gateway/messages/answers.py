@@ -12,7 +12,7 @@ from moonshard.rpc import inference_pb2 as pb
 from moonshard.rpc.status import RequestError
 from moonshard.serving.gateway.blocks import Block, Blocks, Change
 from moonshard.serving.gateway.messages.errors import anthropic_error
-from moonshard.serving.gateway.pipeline.choice import CallsMade
+from moonshard.serving.gateway.pipeline.choice import CallsMade, PromptEvent
 
 ID_PREFIX = "msg_"
 PING = b'event: ping\ndata: {"type":"ping"}\n\n'
@@ -59,7 +59,7 @@ class Whole:
     def __init__(self, answer: Answer) -> None:
         self._answer = answer
 
-    def add(self, event: pb.TokenIds | CallsMade | pb.Delta) -> None:
+    def add(self, event: PromptEvent | CallsMade | pb.Delta) -> None:
         self._answer.blocks.add(event)
 
     def body(self, summary: pb.Summary) -> bytes:
@@ -73,8 +73,9 @@ class Events:
         self._num_prompt = 0
         self._is_begun = False
 
-    def set_prompt(self, prompt: pb.TokenIds) -> None:
-        self._num_prompt = len(prompt.ids)
+    def set_prompt(self, event: PromptEvent) -> None:
+        if isinstance(event, pb.TokenIds):
+            self._num_prompt = len(event.ids)
 
     def calls(self, made: CallsMade) -> bytes:
         self._answer.blocks.calls(made)

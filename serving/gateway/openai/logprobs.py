@@ -22,10 +22,10 @@ class TextOffsets:
     string cut the text off, those that it is made of begin at its end or beyond.
     """
 
-    def __init__(self, tokenizer: Tokenizer | None, *, skip_special: bool = True) -> None:
-        """Without a tokenizer there is no text, and every token begins at 0."""
+    def __init__(self, tokenizer: Tokenizer | None, *, skip_special: bool = True, start: int = 0) -> None:
+        """Without a tokenizer there is no text, and every token begins at `start`, as the first one does."""
         self._detokenizer = None if tokenizer is None else Detokenizer(tokenizer, skip_special=skip_special)
-        self._offset = 0
+        self._offset = start
 
     def next(self, token_id: int) -> int:
         """The offset of this token, which follows those that were asked for before."""
@@ -34,6 +34,16 @@ class TextOffsets:
             with suppress(TokenIdError):
                 self._offset += len(self._detokenizer.push_token(token_id))
         return offset
+
+    def whole(self, token_ids: Iterable[int]) -> str:
+        """The text of tokens that nothing follows; whoever asks for it asks for no offset."""
+        if self._detokenizer is None:
+            return ""
+        pieces: list[str] = []
+        for token_id in token_ids:
+            with suppress(TokenIdError):
+                pieces.append(self._detokenizer.push_token(token_id))
+        return "".join(pieces) + self._detokenizer.finish()
 
 
 def chat_logprobs(tokenizer: Tokenizer | None, positions: Iterable[PositionLogprobs]) -> dict[str, object]:
@@ -53,11 +63,11 @@ def completion_logprobs(
     top_logprobs: list[dict[str, float]] = []
     text_offset: list[int] = []
     for position in positions:
-        token = _text(_bytes(tokenizer, position.chosen.token_id), position.chosen.token_id)
+        token = token_text(tokenizer, position.chosen.token_id)
         tokens.append(token)
-        token_logprobs.append(_finite(position.chosen.logprob))
+        token_logprobs.append(finite(position.chosen.logprob))
         shown = (*position.top, position.chosen)  # the chosen one is always among them, as vLLM has it
-        top_logprobs.append({_text(_bytes(tokenizer, t.token_id), t.token_id): _finite(t.logprob) for t in shown})
+        top_logprobs.append({token_text(tokenizer, t.token_id): finite(t.logprob) for t in shown})
         text_offset.append(offsets.next(position.chosen.token_id))
     return {
         "tokens": tokens,
@@ -71,7 +81,7 @@ def _record(tokenizer: Tokenizer | None, token: TokenLogprob) -> dict[str, objec
     spelt = _bytes(tokenizer, token.token_id)
     return {
         "token": _text(spelt, token.token_id),
-        "logprob": _finite(token.logprob),
+        "logprob": finite(token.logprob),
         "bytes": None if spelt is None else list(spelt),
     }
 
@@ -86,9 +96,13 @@ def _bytes(tokenizer: Tokenizer | None, token_id: int) -> bytes | None:
         return None
 
 
+def token_text(tokenizer: Tokenizer | None, token_id: int) -> str:
+    return _text(_bytes(tokenizer, token_id), token_id)
+
+
 def _text(spelt: bytes | None, token_id: int) -> str:
     return f"token_id:{token_id}" if spelt is None else spelt.decode("utf-8", "replace")
 
 
-def _finite(logprob: float) -> float:
+def finite(logprob: float) -> float:
     return max(logprob, LOWEST_LOGPROB)

@@ -6,7 +6,7 @@ these structs (`unknown`). Integers may be written as 3.0. Bounds are checked la
 """
 
 from collections.abc import Mapping, Sequence
-from typing import TypeGuard
+from dataclasses import replace
 
 import msgspec
 
@@ -14,9 +14,11 @@ from moonshard.rpc.status import InvalidArgument
 from moonshard.serving.constrained.parts import Part
 from moonshard.serving.control.sampling_parameters import PARAMETERS
 from moonshard.serving.gateway.forms import not_together
+from moonshard.serving.gateway.openai.batches import completion_prompts, most_asked
 from moonshard.serving.gateway.openai.body import ABSENT, is_nothing, whole, whole_list
 from moonshard.serving.gateway.openai.formats import FormBody, asked_form
 from moonshard.serving.gateway.openai.messages import Message, chat_messages, check_text_of_assistant, goes_on
+from moonshard.serving.gateway.openai.prompts import Asked
 from moonshard.serving.gateway.openai.sampling import Number
 from moonshard.serving.gateway.openai.thinking import ThinkingBody, asked_thinking
 from moonshard.serving.gateway.openai.tools import Tool, offer
@@ -33,7 +35,6 @@ NO_OPS: Mapping[str, Sequence[object]] = {
     "chat_template": (),
     "documents": ([],),
     "dry_multiplier": (0,),
-    "echo": (False,),
     "function_call": ("none", "auto"),
     "functions": ([],),
     "guided_decoding_backend": ("auto", "guidance"),
@@ -49,7 +50,6 @@ NO_OPS: Mapping[str, Sequence[object]] = {
     "n_probs": (0,),
     "prediction": (),
     "prompt_embeds": (),
-    "prompt_logprobs": (),
     "repeat_penalty": (1,),
     "return_tokens_as_token_ids": (False,),
     "spaces_between_special_tokens": (True,),
@@ -62,6 +62,7 @@ NO_OPS: Mapping[str, Sequence[object]] = {
     "web_search_options": (),
     "xtc_probability": (0,),
 }
+CHAT_NO_OPS: Mapping[str, Sequence[object]] = {"echo": (False,)}  # served in completions
 # Served in chats.
 COMPLETION_NO_OPS: Mapping[str, Sequence[object]] = {
     "add_generation_prompt": (True,),
@@ -74,7 +75,8 @@ COMPLETION_NO_OPS: Mapping[str, Sequence[object]] = {
 }
 INTEGERS = (
     *(each.name for each in PARAMETERS if each.is_integer),
-    *("max_tokens", "max_completion_tokens", "min_tokens", "n", "best_of", "top_logprobs", "priority"),
+    *("max_tokens", "max_completion_tokens", "min_tokens", "n", "best_of", "top_logprobs"),
+    *("prompt_logprobs", "priority"),
 )
 
 _CHAT_SPELLING: Mapping[str, str] = {"prompt": "messages", "template_kwargs": "chat_template_kwargs"}
@@ -101,6 +103,7 @@ class GenerationBody(FormBody, kw_only=True):
     stop_token_ids: list[Number] | None = None
     ignore_eos: bool | None = None
     n: Number | None = None
+    prompt_logprobs: Number | None = None  # vLLM's
     best_of: Number | None = None
     priority: Number | None = None
     stream: bool | None = None
@@ -126,7 +129,6 @@ class GenerationBody(FormBody, kw_only=True):
     chat_template: msgspec.Raw = ABSENT
     documents: msgspec.Raw = ABSENT
     dry_multiplier: msgspec.Raw = ABSENT
-    echo: msgspec.Raw = ABSENT
     function_call: msgspec.Raw = ABSENT
     functions: msgspec.Raw = ABSENT
     guided_decoding_backend: msgspec.Raw = ABSENT
@@ -142,7 +144,6 @@ class GenerationBody(FormBody, kw_only=True):
     n_probs: msgspec.Raw = ABSENT
     prediction: msgspec.Raw = ABSENT
     prompt_embeds: msgspec.Raw = ABSENT
-    prompt_logprobs: msgspec.Raw = ABSENT
     repeat_penalty: msgspec.Raw = ABSENT
     return_tokens_as_token_ids: msgspec.Raw = ABSENT
     spaces_between_special_tokens: msgspec.Raw = ABSENT
@@ -165,6 +166,7 @@ class ChatBody(GenerationBody, kw_only=True):
     max_completion_tokens: Number | None = None
     logprobs: bool | None = None
     top_logprobs: Number | None = None
+    echo: msgspec.Raw = ABSENT
     chat_template_kwargs: dict[str, object] | None = None
     thinking: bool | ThinkingBody | None = None
     enable_thinking: bool | None = None
@@ -178,6 +180,7 @@ class ChatBody(GenerationBody, kw_only=True):
 class CompletionBody(GenerationBody, kw_only=True):
     prompt: str | list[Number | str | list[Number]]
     logprobs: Number | None = None
+    echo: bool | None = None
     add_generation_prompt: msgspec.Raw = ABSENT
     continue_final_message: msgspec.Raw = ABSENT
     enable_thinking: msgspec.Raw = ABSENT
@@ -208,8 +211,8 @@ class DetokenizeBody(msgspec.Struct, kw_only=True):
 
 def chat_request(body: ChatBody, *, request_id: str, received_ns: int) -> GenerationRequest:
     """InvalidArgument where the body asks for what is not served."""
-    spelling = {**_CHAT_SPELLING, "num_logprobs": "top_logprobs"}
-    _refuse_unserved(body, NO_OPS)
+    spelling = {**_CHAT_SPELLING, "num_logprobs": "top_logprobs", "num_prompt_logprobs": "prompt_logprobs"}
+    _refuse_unserved(body, {**NO_OPS, **CHAT_NO_OPS})
     said = _integers(body)
     if "max_completion_tokens" in said:
         spelling["max_tokens"] = "max_completion_tokens"
@@ -224,6 +227,7 @@ def chat_request(body: ChatBody, *, request_id: str, received_ns: int) -> Genera
         _chat_prompt(body, body.messages, offered.tools),
         said,
         said.get("top_logprobs", 0) if body.logprobs else None,
+        said.get("prompt_logprobs"),
         form=form,
         tool_use=offered.use(body.messages),
         spelling=spelling,
@@ -232,18 +236,51 @@ def chat_request(body: ChatBody, *, request_id: str, received_ns: int) -> Genera
     )
 
 
-def completion_request(body: CompletionBody, *, request_id: str, received_ns: int) -> GenerationRequest:
-    """InvalidArgument where the body asks for what is not served."""
+def completion_requests(body: CompletionBody, *, request_id: str, received_ns: int) -> Sequence[GenerationRequest]:
+    """A request for each prompt. InvalidArgument where the body asks for what is not served."""
     _refuse_unserved(body, {**NO_OPS, **COMPLETION_NO_OPS})
-    return _request(
+    said, prompts = _integers(body), completion_prompts(body.prompt)
+    num_logprobs = None if body.logprobs is None else whole("logprobs", body.logprobs)
+    if len(prompts) > 1 and body.return_timing:
+        raise InvalidArgument("return_timing: not of several prompts at once", field="return_timing")
+    wants_prompt = bool(body.echo) or "prompt_logprobs" in said
+    is_answered = not (wants_prompt and said.get("max_tokens") == 0)
+    whole_request = _request(
         body,
-        _completion_prompt(body.prompt),
-        _integers(body),
-        None if body.logprobs is None else whole("logprobs", body.logprobs),
+        next(iter(prompts.values())),
+        said if is_answered else {**said, "max_tokens": 1},
+        num_logprobs,
+        most_asked(num_logprobs if body.echo else None, said.get("prompt_logprobs")),
         form=asked_form(body),
-        spelling={"num_logprobs": "logprobs"},
+        spelling={
+            "num_logprobs": "logprobs",
+            "num_prompt_logprobs": "logprobs" if "prompt_logprobs" not in said else "prompt_logprobs",
+        },
         request_id=request_id,
         received_ns=received_ns,
+    )
+    whole_request = replace(whole_request, is_answered=is_answered)
+    if len(prompts) == 1:
+        return (whole_request,)
+    return tuple(
+        replace(
+            whole_request,
+            prompt=prompt,
+            request_id=f"{whole_request.request_id}-{index}",
+            spelling={**whole_request.spelling, "prompt": name},
+        )
+        for index, (name, prompt) in enumerate(prompts.items())
+    )
+
+
+def asked_of_prompts(body: CompletionBody, request: GenerationRequest, num_prompts: int) -> Asked:
+    """What the answer shows of the prompts. `request`: that of any of them."""
+    return Asked(
+        is_echoed=bool(body.echo),
+        num_echoed_logprobs=request.num_logprobs if body.echo else None,
+        num_prompt_logprobs=_integers(body).get("prompt_logprobs"),
+        num_prompts=num_prompts,
+        num_choices=request.n,
     )
 
 
@@ -304,6 +341,7 @@ def _request(
     prompt: ChatPrompt | TextPrompt | TokenPrompt,
     integers: Mapping[str, int],
     num_logprobs: int | None,
+    num_prompt_logprobs: int | None,
     *,
     form: Part | None,
     tool_use: ToolUse | None = None,
@@ -327,6 +365,7 @@ def _request(
         n=integers.get("n", 1),
         num_logprobs=num_logprobs,
         priority=integers.get("priority", 0),
+        num_prompt_logprobs=num_prompt_logprobs,
         skip_special_tokens=body.skip_special_tokens is not False,
         tool_use=tool_use,
         form=form,
@@ -354,21 +393,8 @@ def _refuse_unserved(body: GenerationBody, no_ops: Mapping[str, Sequence[object]
         raise InvalidArgument("best_of is supported only where it equals n", field="best_of")
     if body.streaming.include_usage and not body.stream:
         raise InvalidArgument("stream_options needs stream: true", field="stream_options")
-
-
-def _completion_prompt(prompt: str | Sequence[Number | str | list[Number]]) -> TextPrompt | TokenPrompt:
-    if isinstance(prompt, str):
-        return TextPrompt(prompt)
-    if len(prompt) == 1 and isinstance(only := prompt[0], str | list):
-        return _completion_prompt(only)  # a batch of one
-    if not _are_numbers(prompt):
-        raise InvalidArgument("several prompts in one request are not supported: send one request each", field="prompt")
-    return TokenPrompt.of(whole_list("prompt", prompt))
-
-
-def _are_numbers(items: Sequence[object]) -> TypeGuard[Sequence[Number]]:
-    """Looks at the set of types: asking each of 262,144 with `isinstance` takes 25 ms, this 5."""
-    return set(map(type, items)) <= {int, float}
+    if body.prompt_logprobs is not None and body.stream:
+        raise InvalidArgument("prompt_logprobs: not with stream: true", field="prompt_logprobs")
 
 
 def _strings(value: str | list[str] | None) -> list[str]:

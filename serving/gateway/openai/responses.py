@@ -18,8 +18,10 @@ from moonshard.rpc.status import RequestError, openai_error
 from moonshard.rpc.types import ToolCallPart
 from moonshard.serving.gateway.openai.calls import chunk_choices, with_calls
 from moonshard.serving.gateway.openai.logprobs import TextOffsets, chat_logprobs, completion_logprobs
-from moonshard.serving.gateway.pipeline.choice import CallsMade
+from moonshard.serving.gateway.openai.prompts import Prompts
+from moonshard.serving.gateway.pipeline.choice import CallsMade, PromptEvent
 
+COMPLETION = "text_completion"
 DONE = b"data: [DONE]\n\n"
 FINGERPRINT_CHARS = 12
 PADDED_BYTES = 64  # a padded chunk's length is a multiple of this, but for what ends it
@@ -74,8 +76,8 @@ class Format(Protocol):
         """What a stream says of a choice before the choice's first token."""
         ...
 
-    def offsets(self) -> TextOffsets:
-        """The text offsets of one choice, from its first token on."""
+    def offsets(self, start: int) -> TextOffsets:
+        """The text offsets of one choice, from its first token on, which begins at `start`."""
         ...
 
     def logprobs(self, positions: Sequence[pb.PositionLogprobs], offsets: TextOffsets) -> dict: ...
@@ -103,7 +105,7 @@ class ChatFormat:
             "finish_reason": None,
         }
 
-    def offsets(self) -> TextOffsets:
+    def offsets(self, start: int) -> TextOffsets:
         return TextOffsets(None)  # chats have none
 
     def logprobs(self, positions: Sequence[pb.PositionLogprobs], offsets: TextOffsets) -> dict:
@@ -114,8 +116,8 @@ class ChatFormat:
 class CompletionFormat:
     tokenizer: Tokenizer | None
     skip_special: bool = True
-    kind: str = "text_completion"
-    chunk_kind: str = "text_completion"
+    kind: str = COMPLETION
+    chunk_kind: str = COMPLETION
 
     def choice(self, delta: pb.Delta, logprobs: dict | None) -> dict[str, object]:
         return {"index": delta.choice, "text": delta.text, "logprobs": logprobs, **_finish(delta)}
@@ -126,8 +128,8 @@ class CompletionFormat:
     def opening(self, index: int) -> dict[str, object] | None:
         return None
 
-    def offsets(self) -> TextOffsets:
-        return TextOffsets(self.tokenizer, skip_special=self.skip_special)
+    def offsets(self, start: int) -> TextOffsets:
+        return TextOffsets(self.tokenizer, skip_special=self.skip_special, start=start)
 
     def logprobs(self, positions: Sequence[pb.PositionLogprobs], offsets: TextOffsets) -> dict:
         return completion_logprobs(self.tokenizer, positions, offsets)
@@ -136,16 +138,16 @@ class CompletionFormat:
 class Whole:
     """Collects the events of one request into one response object."""
 
-    def __init__(self, envelope: Envelope, form: Format) -> None:
+    def __init__(self, envelope: Envelope, form: Format, prompts: Prompts | None = None) -> None:
         self._envelope = envelope
         self._form = form
-        self._prompt: Sequence[int] = ()
+        self._prompts = prompts or Prompts(None)
         self._deltas: dict[int, list[pb.Delta]] = {}
         self._calls: dict[int, list[ToolCallPart]] = {}
 
-    def add(self, event: pb.TokenIds | CallsMade | pb.Delta) -> None:
-        if isinstance(event, pb.TokenIds):
-            self._prompt = event.ids
+    def add(self, event: PromptEvent | CallsMade | pb.Delta, prompt: int = 0) -> None:
+        if isinstance(event, pb.TokenIds | pb.PromptLogprobs):
+            self._prompts.add(event, prompt)
         elif isinstance(event, CallsMade):
             self._calls.setdefault(event.choice, []).extend(event.calls)
         else:
@@ -155,8 +157,10 @@ class Whole:
         body = self._envelope.head(self._form.kind)
         body["choices"] = [self._choice(self._deltas[index]) for index in sorted(self._deltas)]
         body["usage"] = whole_usage(summary.usage)
-        if self._envelope.has_token_ids:
-            body["prompt_token_ids"] = list(self._prompt)
+        if self._envelope.has_token_ids and not self._prompts.asked.is_batch:
+            body["prompt_token_ids"] = self._prompts.ids()
+        if self._prompts.asked.num_prompt_logprobs is not None and self._form.kind != COMPLETION:
+            body["prompt_logprobs"] = self._prompts.as_vllm()
         if self._envelope.has_timing:
             body["timing"] = timing_object(summary.timing)
         return _encoder.encode(body)
@@ -169,18 +173,25 @@ class Whole:
             delta.ClearField("text")
             delta.ClearField("reasoning")
             whole.MergeFrom(delta)  # scalars: the last one said; token ids and log-probabilities: joined
-        offsets = self._form.offsets()
+        offsets = self._form.offsets(self._prompts.num_chars(whole.choice))
         logprobs = self._form.logprobs(whole.logprobs, offsets) if self._envelope.has_logprobs else None
         choice = with_calls(self._form.choice(whole, logprobs), whole.text, self._calls.get(whole.choice, ()))
-        return choice | {"token_ids": list(whole.token_ids)} if self._envelope.has_token_ids else choice
+        if self._form.kind == COMPLETION:
+            choice = self._prompts.with_prompt(choice, logprobs)
+        if not self._envelope.has_token_ids:
+            return choice
+        asked = self._prompts.asked
+        own = {"prompt_token_ids": self._prompts.ids(whole.choice // asked.num_choices)} if asked.is_batch else {}
+        return choice | {"token_ids": list(whole.token_ids)} | own
 
 
 class Chunks:
     """Turns the events of one request into server-sent events."""
 
-    def __init__(self, envelope: Envelope, form: Format) -> None:
+    def __init__(self, envelope: Envelope, form: Format, prompts: Prompts | None = None) -> None:
         self._envelope = envelope
         self._form = form
+        self._prompts = prompts or Prompts(None)
         head = _encoder.encode(envelope.head(form.chunk_kind))
         self._head = b"data: " + head[:-1] + b',"choices":['
         self._first_extra: dict[str, object] = {}
@@ -192,11 +203,13 @@ class Chunks:
         self._num_prompt = 0
         self._num_tokens = 0  # of all choices, so far
 
-    def set_prompt(self, prompt: pb.TokenIds) -> None:
-        """Keeps the prompt for the first chunk, where the client asked for it."""
-        self._num_prompt = len(prompt.ids)
-        if self._envelope.has_token_ids:
-            self._first_extra = {"prompt_token_ids": list(prompt.ids)}
+    def set_prompt(self, event: PromptEvent, prompt: int = 0) -> None:
+        """Keeps the prompt for the first chunk, where the client asked for it, and for what is echoed."""
+        self._prompts.add(event, prompt)
+        if isinstance(event, pb.TokenIds):
+            self._num_prompt += len(event.ids)
+            if self._envelope.has_token_ids and not self._prompts.asked.is_batch:
+                self._first_extra = {"prompt_token_ids": list(event.ids)}
 
     def delta(self, delta: pb.Delta) -> bytes:
         """Empty where the client is told nothing: its text is held back, or is a part of a call."""
@@ -268,14 +281,14 @@ class Chunks:
         if index in self._opened:
             return b""
         self._opened.add(index)
-        opening = self._form.opening(index)
+        opening = self._form.opening(index) or self._prompts.opening(index)
         return b"" if opening is None else self._chunk(opening)
 
     def _logprobs(self, delta: pb.Delta) -> dict | None:
         if not self._envelope.has_logprobs:
             return None
         if delta.choice not in self._offsets:
-            self._offsets[delta.choice] = self._form.offsets()
+            self._offsets[delta.choice] = self._form.offsets(self._prompts.num_chars(delta.choice))
         return self._form.logprobs(delta.logprobs, self._offsets[delta.choice])
 
 

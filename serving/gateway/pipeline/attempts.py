@@ -226,6 +226,7 @@ def rest_of(run: link_pb2.Run, choices: Sequence[ChoiceStream]) -> link_pb2.Run:
     rest.request_id = secrets.token_bytes(REQUEST_ID_BYTES)
     mark_attempt(rest)
     if any(choice.token_ids for choice in choices):
+        rest.ClearField("prompt_logprobs")  # they came with the first token
         going_on = (choice for choice in choices if not choice.is_ended)
         rest.resumed.extend(link_pb2.Resumed(choice=choice.index, token_ids=choice.token_ids) for choice in going_on)
     return rest

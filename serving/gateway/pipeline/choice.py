@@ -27,6 +27,8 @@ from moonshard.serving.chat.tool_calls import (
     free_call_id,
 )
 
+type PromptEvent = pb.TokenIds | pb.PromptLogprobs  # what is told of a prompt; the latter where it is asked for
+
 _UNFINISHED = pb.FINISH_REASON_UNSPECIFIED
 
 

@@ -9,7 +9,7 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from moonshard.kv.prefix import block_names, root_name
@@ -34,12 +34,19 @@ from moonshard.serving.gateway.records.events import FirstDelivered, RequestToke
 from moonshard.serving.gateway.records.log import RequestLog, RequestLogs
 from moonshard.serving.gateway.records.spans import mark
 from moonshard.serving.gateway.refusals import LimitReached
-from moonshard.serving.gateway.request import GenerationRequest, check_parameters, check_token_ids, stop_tokens
+from moonshard.serving.gateway.request import (
+    GenerationRequest,
+    TokenPrompt,
+    check_parameters,
+    check_prompt_logprobs,
+    check_token_ids,
+    stop_tokens,
+)
 from moonshard.serving.gateway.workers.inbox import Arrival
 from moonshard.serving.gateway.workers.pool import LinkPool
 from moonshard.serving.observe.spans.context import TraceContext, read_context
 
-type GenerationEvent = Routed | pb.TokenIds | CallsMade | pb.Delta | pb.Summary
+type GenerationEvent = Routed | pb.TokenIds | pb.PromptLogprobs | CallsMade | pb.Delta | pb.Summary
 
 DRAINING_RETRY_AFTER_S = 5.0
 OVERLOADED_RETRY_AFTER_S = 1.0
@@ -128,8 +135,23 @@ class Gateway:
         """The client's span, by all values of a header; None where there is none, or no spans are wanted."""
         return read_context(headers) if self._logs.has_spans else None
 
+    async def checked(self, request: GenerationRequest) -> GenerationRequest:
+        """The request with its prompt as tokens, once all is checked that can be before it begins. It is no chat.
+
+        Raises RequestError as `generate` does for what is wrong with the request itself.
+        """
+        self.model.check_name(request.model)
+        limits = self.limits()
+        check_parameters(request, vocab_size=limits.vocab_size, has_tokenizer=self.model.tokenizer is not None)
+        prompt = await self.model.tokenize(request, PromptLimit.to_generate(limits.max_context_tokens))
+        max_tokens(request, len(prompt), limits.max_context_tokens)
+        check_token_ids(request, "prompt", prompt, limits.vocab_size)
+        check_prompt_logprobs(request, len(prompt))
+        return replace(request, prompt=TokenPrompt.of(prompt))
+
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[GenerationEvent]:
-        """Routed and TokenIds (the prompt), then CallsMade and Deltas, then one Summary.
+        """Routed and TokenIds (the prompt), then CallsMade and Deltas, then one Summary. Before the first Delta the
+        prompt's log-probabilities, where they are wanted.
 
         Routed again for each time that its worker is lost before the first token.
         Close it (`aclosing`) to cancel.
@@ -196,7 +218,7 @@ class Gateway:
 
     async def _stream(
         self, admission: AdmittedRequest, run: link_pb2.Run, choices: list[ChoiceStream], log: RequestLog
-    ) -> AsyncGenerator[Routed | pb.TokenIds | CallsMade | pb.Delta]:
+    ) -> AsyncGenerator[Routed | pb.TokenIds | pb.PromptLogprobs | CallsMade | pb.Delta]:
         """The prompt as soon as it was sent; then deltas until every choice has ended."""
         key = admission.request.caller.affinity_key
         placed: Routed | None = None
@@ -225,6 +247,7 @@ class Gateway:
         request, limits = admission.request, admission.limits
         most = max_tokens(request, len(prompt), limits.max_context_tokens)
         check_token_ids(request, "prompt", prompt, limits.vocab_size)
+        check_prompt_logprobs(request, len(prompt))
         opening = self.model.opening(request, prompt)
         begun = () if opening.forced is None else opening.forced.token_ids
         num_tokens = most - len(begun)
@@ -245,6 +268,7 @@ class Gateway:
             n=request.n,
             logprobs=request.num_logprobs,
             priority=request.priority + (BACKGROUND if request.is_background else 0),
+            prompt_logprobs=request.num_prompt_logprobs,
             grammar=grammar_of(request, opening, self.model.tokenizer),
         )
         return run, opening
@@ -285,8 +309,15 @@ def max_tokens(request: GenerationRequest, num_prompt: int, max_context_tokens: 
     return allowed
 
 
-def _accept(choices: list[ChoiceStream], arrivals: list[Arrival], log: RequestLog) -> Iterator[CallsMade | pb.Delta]:
-    """What the client is told of what arrived together: of each choice one Delta, or one for each of its calls."""
+def _accept(
+    choices: list[ChoiceStream], arrivals: list[Arrival], log: RequestLog
+) -> Iterator[pb.PromptLogprobs | CallsMade | pb.Delta]:
+    """What the client is told of what arrived together: of each choice one Delta, or one for each of its calls. What is
+    said of the prompt comes first.
+    """
+    if not log.has_begun:
+        outputs = (arrival.output for arrival in arrivals)
+        yield from (output.prompt_logprobs for output in outputs if output.HasField("prompt_logprobs"))
     deltas: dict[int, pb.Delta] = {}
     for arrival in arrivals:
         index = arrival.output.choice

@@ -20,6 +20,7 @@ from moonshard.serving.gateway.aside import Aside
 from moonshard.serving.gateway.intake.bounds import TOKENIZED_CONTEXTS
 from moonshard.serving.gateway.pipeline.choice import ChoiceStream, Opening, forced_call
 from moonshard.serving.gateway.pipeline.thinking import template_kwargs
+from moonshard.serving.gateway.pipeline.unanswered import UnansweredChoice
 from moonshard.serving.gateway.quoted import quoted
 from moonshard.serving.gateway.request import ChatPrompt, GenerationRequest, TextPrompt, TokenPrompt
 
@@ -97,6 +98,8 @@ class ServedModel:
 
     def choice(self, index: int, request: GenerationRequest, opening: Opening) -> ChoiceStream:
         """One choice on its way out. Of tools and thoughts the markers are marks in its text, for parsers to read."""
+        if not request.is_answered:
+            return UnansweredChoice(index)
         if self.tokenizer is None:
             return ChoiceStream(index, None)
         calls = {} if request.tool_use is None else call_marks(self.tokenizer.special_tokens)

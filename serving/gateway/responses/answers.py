@@ -14,7 +14,7 @@ from moonshard.rpc import inference_pb2 as pb
 from moonshard.rpc.status import InvalidArgument, Overloaded, RequestError
 from moonshard.serving.gateway.blocks import Block, Blocks, Change
 from moonshard.serving.gateway.openai.body import ABSENT
-from moonshard.serving.gateway.pipeline.choice import CallsMade
+from moonshard.serving.gateway.pipeline.choice import CallsMade, PromptEvent
 from moonshard.serving.gateway.responses.body import ResponsesBody
 
 ID_PREFIX = "resp_"
@@ -135,7 +135,7 @@ class Whole:
     def __init__(self, answer: Answer) -> None:
         self._answer = answer
 
-    def add(self, event: pb.TokenIds | CallsMade | pb.Delta) -> None:
+    def add(self, event: PromptEvent | CallsMade | pb.Delta) -> None:
         self._answer.blocks.add(event)
 
     def body(self, summary: pb.Summary) -> bytes:

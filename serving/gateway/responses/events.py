@@ -10,7 +10,7 @@ import msgspec
 from moonshard.rpc import inference_pb2 as pb
 from moonshard.rpc.status import RequestError
 from moonshard.serving.gateway.blocks import Block, Change
-from moonshard.serving.gateway.pipeline.choice import CallsMade
+from moonshard.serving.gateway.pipeline.choice import CallsMade, PromptEvent
 from moonshard.serving.gateway.responses.answers import Answer, part
 
 _TEXT_EVENTS = {
@@ -27,7 +27,7 @@ class Events:
         self._answer = answer
         self._num_events = 0
 
-    def set_prompt(self, prompt: pb.TokenIds) -> None:
+    def set_prompt(self, event: PromptEvent) -> None:
         pass
 
     def calls(self, made: CallsMade) -> bytes:
