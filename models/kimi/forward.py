@@ -237,11 +237,12 @@ def forward(
         def step(carry, inputs):
             x, pages, tapped = carry
             w, index = (weights_of.in_place(stack, inputs, machine.kernel_rows), inputs) if in_place else inputs
-            tapped = _tap(taps, tapped, first + index, x)
+            layer = first + index
+            tapped = _tap(taps, tapped, layer, x)
             with jax.named_scope("attention"):
                 normal = rms_norm(x, w.attention.norm, config.rms_norm_eps)
                 attended, pages = self_attention(
-                    config, w.attention, normal, pages, first + index, batch, rotary, attend, expanded, shard
+                    config, w.attention, normal, pages, layer, batch, rotary, attend, expanded, shard
                 )
             x = x + attended
             with jax.named_scope("feed_forward"):

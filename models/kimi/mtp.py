@@ -1,9 +1,9 @@
 """Multi-token prediction as a draft: the layer behind a target's last one, in the target's own folder.
 
-It reads the target's last hidden state after the final norm, or its own from the row before, which no norm was applied
-to. With several such layers the first one guesses all tokens. Its experts lie in order, each once.
-Sources: DeepSeek-V3 (arXiv 2412.19437), section 2.2; tensors' names as in its folder on the hub; which hidden state is
-read as in Hugging Face transformers, of further rows as in vLLM's `deepseek_mtp`.
+It reads the target's last hidden state after the final norm, or its own from the row before, after the norm of its
+head (as Hugging Face transformers and SGLang give it; vLLM gives it before that norm). With several such layers the
+first one guesses all tokens. Its experts lie in order, each once.
+Sources: DeepSeek-V3 (arXiv 2412.19437), section 2.2; tensors' names as in its folder on the hub.
 """
 
 from dataclasses import dataclass, replace
@@ -105,25 +105,35 @@ class Mtp:
         machine: Machine = XLA,
         backend: moe.Backend = moe.blocks,
     ) -> tuple[Float[Array, "n t d"], Pages]:
-        """A row reads the row before it as it reads the target: `step` is the same."""
+        return self.step(weights, pages, batch, features, shard=shard, machine=machine, backend=backend)
+
+    def step(
+        self,
+        weights: MtpWeights[Array],
+        pages: Pages,
+        batch: Batch,
+        hidden: Float[Array, "n t d"],
+        *,
+        shard: Shard = ALONE,
+        machine: Machine = XLA,
+        backend: moe.Backend = moe.blocks,
+    ) -> tuple[Float[Array, "n t d"], Pages]:
+        """A row reads the row before it as it reads the target."""
         assert weights.embed is not None  # its own, or the target's
         eps, dtype = self.config.rms_norm_eps, weights.norm.dtype
         embedded = forward.look_up(weights.embed, batch.tokens, shard).astype(dtype)
         token = forward.rms_norm(embedded, weights.token_norm, eps)
-        hidden = forward.rms_norm(features.astype(dtype), weights.hidden_norm, eps)
-        x = product("ntf,df->ntd", jnp.concatenate([token, hidden], axis=-1), weights.join)
+        state = forward.rms_norm(hidden.astype(dtype), weights.hidden_norm, eps)
+        x = product("ntf,df->ntd", jnp.concatenate([token, state], axis=-1), weights.join)
         how = {"shard": shard, "machine": machine, "backend": backend}
         found, pages, _ = forward.forward(self.config, weights.layer, pages, batch, hidden=x, **how)
-        return found, pages
-
-    step = extend
+        return forward.rms_norm(found, weights.norm, eps), pages
 
     def logits(
         self, weights: MtpWeights[Array], hidden: Float[Array, "b d"], shard: Shard = ALONE
     ) -> Float[Array, "b v"]:
         assert weights.head is not None  # its own, or the target's
-        normal = forward.rms_norm(hidden, weights.norm, self.config.rms_norm_eps)
-        return shard.gather(product("bd,vd->bv", normal, weights.head, accumulate=jnp.float32), "vocab")
+        return shard.gather(product("bd,vd->bv", hidden, weights.head, accumulate=jnp.float32), "vocab")
 
     def token_of(self, weights: MtpWeights[Array], guessed: Int[Array, "*b"]) -> Int[Array, "*b"]:
         del weights

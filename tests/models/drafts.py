@@ -9,10 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from moonshard.models import weights
-from moonshard.models.draft import Draft, chain, features_of
+from moonshard.models.draft import Draft, chain
+from moonshard.models.eagle.taps import TapIds
 from moonshard.models.folder.checkpoint import Checkpoint
 from moonshard.models.folder.writing import write_checkpoint
-from moonshard.models.model import Batch
+from moonshard.models.model import Batch, Observations
 from moonshard.models.registry import open_draft, open_model
 from moonshard.sharding.mesh import build_mesh
 from moonshard.sharding.shape import MeshShape
@@ -84,10 +85,10 @@ def _run(call, static):
 
 run_extend = _run(lambda draft, *given: draft.extend(*given), (0,))
 run_step = _run(lambda draft, *given: draft.step(*given), (0,))
-run_chain = _run(lambda draft, *given: chain(draft, *given), (0, 6))
+run_chain = _run(chain, (0, 6))
 
 
-def loaded_draft(folder: Path | None, target: str | Path = "kimi_k2", ids="output") -> Drafting:
+def loaded_draft(folder: Path | None, target: str | Path = "kimi_k2", ids: TapIds = "output") -> Drafting:
     checkpoint, model = open_model(FIXTURES / target)
     tensors, draft = open_draft(folder, model, checkpoint, ids)
     own = weights.load(draft.declare(), tensors, "float32", build_mesh(MeshShape()))
@@ -96,6 +97,8 @@ def loaded_draft(folder: Path | None, target: str | Path = "kimi_k2", ids="outpu
 
 def with_mtp(folder: Path) -> Path:
     """The tiny target with a layer for multi-token prediction, which is its last one but for four tensors."""
+    if folder.exists():
+        return folder
     target, extra = Checkpoint.open(FIXTURES / "kimi_k2"), Checkpoint.open(FIXTURES / "kimi_k2_mtp")
     tensors = {name: target.tensor(name) for name in target.names}
     last, behind = "model.layers.3.", "model.layers.4."
@@ -122,14 +125,19 @@ def target_features(tokens: tuple[int, ...], taps: tuple[int, ...]) -> np.ndarra
     def run(loaded, pages, batch):
         with jax.default_matmul_precision("highest"):
             hidden, _, seen = model.forward(loaded, pages, batch, taps=taps)
-            return hidden if seen is None else seen.tapped.reshape(*hidden.shape[:2], -1)
+            return read(taps, hidden, seen)
 
     return np.asarray(run(reference().weights, pages, batch))[0]
+
+
+def read(taps: tuple[int, ...], hidden: jax.Array, seen: Observations | None) -> jax.Array:
+    if not taps:
+        return hidden
+    assert seen is not None
+    assert seen.tapped is not None
+    return seen.tapped.reshape(*hidden.shape[:2], -1)
 
 
 def shifted(tokens: Sequence[int], first: int) -> np.ndarray:
     """Each token's successor; the last one's is the first that the target drew."""
     return np.array([*tokens[1:], first], np.int32)
-
-
-__all__ = ["Drafting", "features_of", "loaded_draft", "recorded", "shifted", "target_features", "with_mtp"]
