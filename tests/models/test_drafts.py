@@ -11,6 +11,7 @@ import pytest
 
 from moonshard.models import weights
 from moonshard.models.draft import Draft
+from moonshard.models.eagle.attention import grouped_attention
 from moonshard.models.eagle.config import EagleConfig
 from moonshard.models.eagle.draft import Eagle
 from moonshard.models.eagle.taps import default_taps, read_taps
@@ -174,6 +175,26 @@ def test_a_chain_at_the_end_of_its_table_overwrites_nothing(make, raw, tmp_path)
     before = np.asarray(drafting.pages)
     drafting.chain(hidden, last, 3)
     np.testing.assert_array_equal(np.asarray(drafting.pages), before)
+
+
+@pytest.mark.parametrize("keys_per_step", [8, 24, 256])
+def test_grouped_attention_over_pages_is_softmax_over_what_was_written(keys_per_step):
+    random = np.random.default_rng(4)
+    count, groups, size = 43, 2, 16
+    features = random.normal(size=(count, 2, groups, size))
+    table = random.permutation(9)[:6]
+    pages = random.normal(size=(9, 1, 8, 2 * groups * size))
+    for position in range(count):
+        pages[table[position // 8], 0, position % 8] = features[position].reshape(-1)
+    queries, at = random.normal(size=(3, 4, size)), np.array([42, 5, 17])
+    given = (jnp.asarray(each, jnp.float32) for each in (queries[None], pages))
+    where = (jnp.asarray(table[None], jnp.int32), jnp.asarray(at[None], jnp.int32))
+    found = grouped_attention(*given, *where, num_kv_heads=groups, keys_per_step=keys_per_step)[0]
+    for row, position in enumerate(at):
+        for head in range(4):
+            keys, values = (features[: position + 1, part, head // 2] for part in (0, 1))
+            weights = np.exp(keys @ queries[row, head] * size**-0.5)
+            np.testing.assert_allclose(found[row, head], weights @ values / weights.sum(), atol=1e-5)
 
 
 def numpy_latent_row(drafting: Drafting, tokens: np.ndarray, features: np.ndarray) -> np.ndarray:

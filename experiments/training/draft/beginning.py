@@ -16,7 +16,7 @@ from moonshard.models.weights import initialise
 from moonshard.sharding.mesh import build_mesh
 from moonshard.sharding.shape import MeshShape
 
-LOWEST, SMALL, GAIN = 0.5, 0.1, 1.5
+LOWEST, HIGHEST, SMALL, GAIN = 0.5, 0.3, 0.1, 1.5
 
 
 def first_weights(draft: Eagle, seed: int) -> EagleWeights:
@@ -27,7 +27,7 @@ def first_weights(draft: Eagle, seed: int) -> EagleWeights:
     random, d = np.random.default_rng(seed), draft.config.hidden_size
     fc = SMALL * np.array(drawn.fc)
     fc[:, :d] += LOWEST * np.eye(d)
-    fc[:, -d:] += np.eye(d)
+    fc[:, -d:] += HIGHEST * np.eye(d)
     mlp = replace(drawn.mlp, down=SMALL * np.array(drawn.mlp.down))
     return replace(drawn, fc=fc, mlp=mlp, attention=_copying(drawn.attention, shape, random, d))
 

@@ -54,11 +54,11 @@ DRAFT = POCKET.parent / "pocket_draft"
 RUN_FOLDER = Path("results/pocket-draft")
 SHARES = (("tools", 0.36), ("clients", 0.30), ("agents", 0.16), ("talk", 0.06), ("recall", 0.12))
 STAGE = TrainingStage(
-    name="draft", num_tokens=512, num_rows=8, num_steps=0, gapped_share=0.2, shares=SHARES, call_weight=2.0
+    name="draft", num_tokens=512, num_rows=4, num_steps=0, gapped_share=0.2, shares=SHARES, call_weight=2.0
 )
-LEARNING_RATE, WEIGHT_DECAY, MAX_GRADIENT_NORM = 2e-3, 0.01, 1.0
-NUM_WARMUP_STEPS, DECAY_SHARE = 20, 0.4
-STEPS_PER_LINE, SECONDS_PER_CHECKPOINT = 10, 120.0
+LEARNING_RATE, WEIGHT_DECAY, MAX_GRADIENT_NORM = 5e-3, 0.01, 1.0
+NUM_WARMUP_STEPS, DECAY_SHARE = 10, 0.5
+STEPS_PER_LINE, SECONDS_PER_CHECKPOINT = 20, 120.0
 MATRICES = {
     "fc": PLAIN,
     "q": HEADS_OUT,
