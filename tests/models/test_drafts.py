@@ -150,6 +150,9 @@ def test_padding_writes_to_no_page(make, raw, tmp_path):
     expected[drafting.table[0]] = True
     expected[drafting.table[1], :3] = True
     np.testing.assert_array_equal(changed, expected)
+    alone = make(raw, tmp_path)
+    alone.extend(*rows_of(drafting.draft, 11))
+    np.testing.assert_allclose(drafting.pages, alone.pages, atol=1e-5)
 
 
 @KINDS
