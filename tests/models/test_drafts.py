@@ -190,9 +190,14 @@ def test_grouped_attention_over_pages_is_softmax_over_what_was_written(keys_per_
     for position in range(count):
         pages[table[position // 8], 0, position % 8] = features[position].reshape(-1)
     queries, at = random.normal(size=(3, 4, size)), np.array([42, 5, 17])
-    given = (jnp.asarray(each, jnp.float32) for each in (queries[None], pages))
-    where = (jnp.asarray(table[None], jnp.int32), jnp.asarray(at[None], jnp.int32))
-    found = grouped_attention(*given, *where, num_kv_heads=groups, keys_per_step=keys_per_step)[0]
+    found = grouped_attention(
+        jnp.asarray(queries[None], jnp.float32),
+        jnp.asarray(pages, jnp.float32),
+        jnp.asarray(table[None], jnp.int32),
+        jnp.asarray(at[None], jnp.int32),
+        num_kv_heads=groups,
+        keys_per_step=keys_per_step,
+    )[0]
     for row, position in enumerate(at):
         for head in range(4):
             keys, values = (features[: position + 1, part, head // 2] for part in (0, 1))
