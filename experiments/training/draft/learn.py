@@ -165,7 +165,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m moonshard.experiments.training.draft.learn", description=__doc__)
     parser.add_argument("--run", type=Path, default=RUN_FOLDER, metavar="DIR", help="default: %(default)s")
     parser.add_argument("--out", type=Path, default=DRAFT, metavar="DIR", help="default: beside the embedded model")
-    parser.add_argument("--steps", type=int, default=1200, help="default: %(default)s")
+    parser.add_argument("--steps", type=int, default=240, help="default: %(default)s")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     try:

@@ -7,10 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from moonshard.experiments.training.draft.acceptance import Simulation, accept_length, answered
 from moonshard.experiments.training.draft.beginning import first_weights
-from moonshard.experiments.training.draft.learn import MATRICES, pocket_draft, write
+from moonshard.experiments.training.draft.learn import DRAFT, MATRICES, pocket_draft, write
 from moonshard.experiments.training.draft.objective import NUM_GUESSES, Objective
+from moonshard.experiments.training.greedy import GreedyModel
 from moonshard.experiments.training.texts.corpus import POCKET
+from moonshard.experiments.training.texts.tools.tasks import MAX_CONTEXT_TOKENS, tool_tasks
 from moonshard.models.eagle.weights import LlamaAttention
 from moonshard.models.model import LatentModel
 from moonshard.models.registry import open_draft, open_model
@@ -76,3 +79,19 @@ def test_the_draft_is_small_and_every_matrix_is_moved_as_one(model):
     leaves = jax.tree_util.tree_flatten_with_path(pocket_draft(model).declare(), is_leaf=is_param)[0]
     assert sum(np.prod(param.shape) for _, param in leaves) <= MAX_PARAMETERS
     assert {path[-1].name for path, param in leaves if param.is_factor} == set(MATRICES)
+
+
+def test_the_embedded_draft_opens_for_the_embedded_model(model):
+    checkpoint, _ = open_model(POCKET)
+    _, opened = open_draft(DRAFT, model, checkpoint)
+    assert opened == pocket_draft(model)
+
+
+@pytest.mark.slow
+def test_a_step_on_held_out_tool_calls_gives_more_than_three_tokens():
+    model = GreedyModel(POCKET, "float32", MAX_CONTEXT_TOKENS)
+    some = answered([task for task in tool_tasks(3, 8) if task.rounds], model)
+    length, shares, num_steps = accept_length(Simulation(DRAFT), some)
+    assert num_steps > 20
+    assert length == pytest.approx(1 + sum(shares))
+    assert 3.2 <= length <= 4
