@@ -21,7 +21,7 @@ find_oracle_python = for p in python3.11 python3 "$${PYENV_ROOT:-$$HOME/.pyenv}"
 	if "$$p" -c 'import sys, ensurepip; sys.exit(sys.version_info[:2] != (3, 11))' >/dev/null 2>&1; then echo "$$p"; exit 0; fi; done; \
 	echo "make oracle needs Python 3.11 with venv" >&2; exit 1
 
-.PHONY: help setup demo serve test test-slow clients check format proto bench bench-gpu notebooks pocket oracle lock
+.PHONY: help setup demo serve test test-slow clients check format proto bench bench-gpu notebooks pocket pocket-draft oracle lock
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
@@ -90,6 +90,10 @@ pocket: setup  ## train the embedded model anew, hours on two cores, and put it 
 	  { [ $$recipe = cpu ] || $(BIN)/python -m moonshard.experiments.training.texts.mix $(TRAINED); } && \
 	  mv $(TRAINED)/*.json $(TRAINED)/model.safetensors models/pocket/ || exit; \
 	done
+
+pocket-draft: setup  ## train the embedded model's draft anew and put it beside the model; a run that was stopped goes on
+	@$(KEEP_MEMORY) $(BIN)/python -m moonshard.experiments.training.draft.learn --run results/pocket-draft
+	@$(BIN)/python -m moonshard.experiments.training.draft.acceptance
 
 oracle: setup $(ORACLE)/.ready  ## Hugging Face transformers in a venv of its own, and the tests that compare with it
 	@$(PYTEST) -m oracle

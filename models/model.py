@@ -41,9 +41,12 @@ class Batch:
 class Observations:
     """What a numerics question asks of a forward pass."""
 
-    hidden: Float[Array, "layers_and_embed n t d"]  # embeddings, then the residual stream after each layer
+    hidden: Float[Array, "layers_and_embed n t d"] | None  # embeddings, then the residual stream after each layer
     experts: Int[Array, "moe_layers tokens k"] | None
     router_margin: Float[Array, "moe_layers tokens"] | None
+    tapped: Float[Array, "n t taps d"] | None = (
+        None  # where `taps` asked for some; without `observe` nothing else is here
+    )
 
 
 @runtime_checkable
@@ -152,6 +155,7 @@ class Model(Protocol):
         shard: Shard = ALONE,
         placement: ExpertPlacement | None = None,
         observe: bool = False,
+        taps: tuple[int, ...] = (),
         unrolled: bool = False,
         machine: Machine = XLA,
         chunk_tokens: int | None = None,
@@ -164,6 +168,9 @@ class Model(Protocol):
             hidden: the residual stream from the stage before; None on the first stage, which embeds the tokens.
             shard: what the device that runs this must know of its mesh; weights, pages and rows are its parts of them.
             placement: the one that these weights were declared with.
+            taps: layers, distinct, counted from the first of these weights, at whose input the residual stream is kept:
+                what a draft model reads. One copy of the stream a layer; none, and no other program, where there are no
+                taps.
             unrolled: layers one after the other instead of in a loop. A gradient then copies nothing into stacks and
                 out of them (a sixth of the time of the embedded model's on two cores), for a longer compilation.
             machine: what is best computed at once here. Where it has kernels for CPUs, a family that can leaves weights
@@ -175,7 +182,8 @@ class Model(Protocol):
                 work, likewise; None: `attention` does it all.
 
         Returns:
-            The residual stream, on the last stage after the final norm; the pages; the observations if asked for.
+            The residual stream, on the last stage after the final norm; the pages; the observations if asked for, by
+            `observe` or by `taps`.
         """
         ...
 

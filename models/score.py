@@ -78,6 +78,7 @@ class Scorer:
         _check_tokens(tokens, self.config.vocab_size)
         batch, count = _rows(tokens, len(self._groups)), len(tokens)
         logits, seen = self._run(self._weights, self._pages(batch), batch)
+        assert seen.hidden is not None  # as asked
         layers = seen.hidden.shape[0]
         return Scored(
             logits=np.asarray(logits)[:count],

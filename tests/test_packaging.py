@@ -20,7 +20,7 @@ from moonshard.models.native import library
 ROOT = Path(__file__).parent.parent
 FOLDERS = ("serving", "models", "sharding", "kv", "rpc", "experiments")
 SHIPPED = (".py", ".pyi", ".proto", "py.typed")
-EMBEDDED = "models/pocket/"
+EMBEDDED = ("models/pocket/", "models/pocket_draft/")
 KERNELS = "moonshard/models/native/kernels.so"
 
 

@@ -112,7 +112,7 @@ def expanded_in_xla(machine: Machine) -> ExpandedAttention:
     return functools.partial(expanded_attention, **sizes)
 
 
-def _attend(
+def self_attention(
     config: KimiConfig,
     w: Attention[Any],
     x: Float[Array, "n t d"],
@@ -123,12 +123,10 @@ def _attend(
     attend: Attend | None,
     expanded: ExpandedAttention,
     shard: Shard,
-    machine: Machine,
-) -> tuple[Float[Array, "n t d"], Pages]:
-    """`attend` None: `expanded`."""
+) -> tuple[Float[Array, "n t out"], Pages]:
+    """Of one layer, over its normed input. `attend` None: `expanded`."""
     cos, sin = rotary
     r, nope = config.kv_lora_rank, config.qk_nope_head_dim
-    x = rms_norm(x, w.norm, config.rms_norm_eps)
     queries = _queries(config, w, x)
     q_rope = rotate(queries[..., nope:], cos[:, :, None], sin[:, :, None], config.rope_interleave)
     kv = product("ntd,rd->ntr", x, w.kv_a) + (w.kv_a_bias if w.kv_a_bias is not None else 0)
@@ -158,7 +156,7 @@ def _queries(config: KimiConfig, w: Attention[Array], x: Float[Array, "n t d"]) 
     return product("ntr,hkr->nthk", x, w.q_b)
 
 
-def _mlp(w: Mlp[Array], x: Float[Array, "n t d"]) -> Float[Array, "n t d"]:
+def gated_mlp(w: Mlp[Array], x: Float[Array, "n t d"]) -> Float[Array, "n t d"]:
     return product("ntf,df->ntd", moe.gated(product("ntd,gfd->ntgf", x, w.gate_up)), w.down)
 
 
@@ -174,7 +172,7 @@ def _feed_forward(
 ) -> tuple[Float[Array, "n t d"], moe.Routing | None]:
     """A dense MLP, or routed plus shared experts. `layer` counts within the stack."""
     x = rms_norm(x, w.mlp_norm, config.rms_norm_eps)
-    out = _mlp(w.mlp, x) if w.mlp is not None else jnp.zeros_like(x)
+    out = gated_mlp(w.mlp, x) if w.mlp is not None else jnp.zeros_like(x)
     if w.router is None or experts is None:
         return shard.sum(out, shard.axes("ffw")), None
     flat = x.reshape(-1, x.shape[-1])
@@ -215,6 +213,7 @@ def forward(
     shard: Shard = ALONE,
     placement: ExpertPlacement | None = None,
     observe: bool = False,
+    taps: tuple[int, ...] = (),
     unrolled: bool = False,
     machine: Machine = XLA,
     chunk_tokens: int | None = None,
@@ -232,52 +231,72 @@ def forward(
     backend = exchanged(backend, shard)
     if placement is not None:
         backend = to_copies(backend, placement, shard)
-    rotary = _rotary(config, batch.positions)
+    rotary = cos_and_sin(config, batch.positions)
 
-    def scan_stack(x, pages, stack: Stack[Array], experts: moe.Experts[Array] | None, first: int):
+    def scan_stack(x, pages, tapped, stack: Stack[Array], experts: moe.Experts[Array] | None, first: int):
         def step(carry, inputs):
-            x, pages = carry
+            x, pages, tapped = carry
             w, index = (weights_of.in_place(stack, inputs, machine.kernel_rows), inputs) if in_place else inputs
+            layer = first + index
+            tapped = _tap(taps, tapped, layer, x)
             with jax.named_scope("attention"):
-                attended, pages = _attend(
-                    config, w.attention, x, pages, first + index, batch, rotary, attend, expanded, shard, machine
+                normal = rms_norm(x, w.attention.norm, config.rms_norm_eps)
+                attended, pages = self_attention(
+                    config, w.attention, normal, pages, layer, batch, rotary, attend, expanded, shard
                 )
             x = x + attended
             with jax.named_scope("feed_forward"):
                 added, routing = _feed_forward(config, w, experts, x, index, valid, backend, shard)
             x = x + added
-            return (x, pages), (x, routing) if observe else (None, None)
+            return (x, pages, tapped), (x, routing) if observe else (None, None)
 
         num_layers = stack.mlp_norm.shape[0]
         layers = jnp.arange(num_layers)
         inputs = layers if in_place else (stack, layers)
-        carry, (streams, routing) = jax.lax.scan(step, (x, pages), inputs, unroll=num_layers if unrolled else 1)
+        carry, (streams, routing) = jax.lax.scan(step, (x, pages, tapped), inputs, unroll=num_layers if unrolled else 1)
         return *carry, streams, routing
 
     x = _embed(weights, batch.tokens, shard) if hidden is None else hidden
     seen: list[Any] = [x[None]]
-    routing = None
+    routing, tapped = None, jnp.zeros((len(taps), *x.shape), x.dtype) if taps else None
     if weights.dense is not None:
-        x, pages, streams, _ = scan_stack(x, pages, weights.dense, None, 0)
+        x, pages, tapped, streams, _ = scan_stack(x, pages, tapped, weights.dense, None, 0)
         seen.append(streams)
     if weights.sparse is not None:
         num_dense = 0 if weights.dense is None else weights.dense.mlp_norm.shape[0]
-        x, pages, streams, routing = scan_stack(x, pages, weights.sparse, weights.experts, num_dense)
+        x, pages, tapped, streams, routing = scan_stack(x, pages, tapped, weights.sparse, weights.experts, num_dense)
         seen.append(streams)
     if weights.norm is not None:
         x = rms_norm(x, weights.norm, config.rms_norm_eps)
-    return x, pages, _observations(seen, routing) if observe else None
+    if not observe and tapped is None:
+        return x, pages, None
+    return x, pages, _observations(seen if observe else None, routing, tapped)
 
 
-def _observations(hidden: list[Array], routing: moe.Routing | None) -> Observations:
+def _tap(
+    taps: tuple[int, ...], tapped: Float[Array, "taps n t d"] | None, layer: Int[Array, ""], x: Float[Array, "n t d"]
+) -> Float[Array, "taps n t d"] | None:
+    """Keeps the stream where a tap is at this layer's input."""
+    if tapped is None:
+        return None
+    places = jnp.asarray(taps) == layer
+    return tapped.at[jnp.where(places.any(), places.argmax(), len(taps))].set(x, mode="drop")
+
+
+def _observations(
+    hidden: list[Array] | None, routing: moe.Routing | None, tapped: Float[Array, "taps n t d"] | None
+) -> Observations:
     return Observations(
-        hidden=jnp.concatenate(hidden),
+        hidden=None if hidden is None else jnp.concatenate(hidden),
         experts=None if routing is None else routing.experts,
         router_margin=None if routing is None else routing.margin,
+        tapped=None if tapped is None else jnp.moveaxis(tapped, 0, 2),
     )
 
 
-def _rotary(config: KimiConfig, positions: Int[Array, "n t"]) -> tuple[Float[Array, "n t r"], Float[Array, "n t r"]]:
+def cos_and_sin(
+    config: KimiConfig, positions: Int[Array, "n t"]
+) -> tuple[Float[Array, "n t r"], Float[Array, "n t r"]]:
     """The cosines and sines by which queries and keys are rotated."""
     frequencies, factor = rotary_frequencies(config)
     angles = positions.astype(jnp.float32)[:, :, None] * frequencies
@@ -294,10 +313,10 @@ def _computed_dtype(weights: Weights[Array]) -> jnp.dtype:
 def _embed(weights: Weights[Array], tokens: Int[Array, "n t"], shard: Shard) -> Float[Array, "n t d"]:
     """The first stage's stream, in what is computed in."""
     assert weights.embed is not None  # of the first stage
-    return _look_up(weights.embed, tokens, shard).astype(_computed_dtype(weights))
+    return look_up(weights.embed, tokens, shard).astype(_computed_dtype(weights))
 
 
-def _look_up(table: Float[Array, "v d"], tokens: Int[Array, "n t"], shard: Shard) -> Float[Array, "n t d"]:
+def look_up(table: Float[Array, "v d"], tokens: Int[Array, "n t"], shard: Shard) -> Float[Array, "n t d"]:
     """Each device looks up the tokens whose rows of the table it has, and adds 0 for the others."""
     axes = shard.axes("vocab")
     if not axes:

@@ -137,7 +137,7 @@ def _declare_stack(config: KimiConfig, layers: range, dense_width: int | None) -
 
     shared_width = config.moe_intermediate_size * config.n_shared_experts
     return Stack(
-        attention=_declare_attention(config, leaf),
+        attention=declare_attention(config, leaf),
         mlp_norm=leaf("post_attention_layernorm.weight", (config.hidden_size,), ("embed",), initial=1.0),
         mlp=mlp("mlp", dense_width)
         if dense_width is not None
@@ -155,8 +155,10 @@ def _declare_stack(config: KimiConfig, layers: range, dense_width: int | None) -
     )
 
 
-def _declare_attention(config: KimiConfig, leaf: Any) -> Attention[Param]:
+def declare_attention(config: KimiConfig, leaf: Any, width: int | None = None) -> Attention[Param]:
+    """`width`: of what queries and latents are made of; None: of the residual stream. `leaf` makes a parameter."""
     d, h, r = config.hidden_size, config.num_attention_heads, config.kv_lora_rank
+    read = width or d
     nope, v, k = config.qk_nope_head_dim, config.v_head_dim, config.qk_head_dim
     q_rank, bias = config.q_lora_rank, config.attention_bias
     q_name = "q_b_proj" if q_rank else "q_proj"
@@ -172,17 +174,17 @@ def _declare_attention(config: KimiConfig, leaf: Any) -> Attention[Param]:
 
     return Attention(
         norm=leaf("input_layernorm.weight", (d,), ("embed",), initial=1.0),
-        q_a=leaf("self_attn.q_a_proj.weight", (q_rank, d), (None, "embed")) if q_rank else None,
+        q_a=leaf("self_attn.q_a_proj.weight", (q_rank, read), (None, "embed")) if q_rank else None,
         q_a_bias=leaf("self_attn.q_a_proj.bias", (q_rank,), (None,), initial=0.0) if q_rank and bias else None,
         q_a_norm=leaf("self_attn.q_a_layernorm.weight", (q_rank,), (None,), initial=1.0) if q_rank else None,
         q_b=leaf(
             f"self_attn.{q_name}.weight",
-            (h, k, q_rank or d),
+            (h, k, q_rank or read),
             ("heads", None, None),
-            tensor_shape=(h * k, q_rank or d),
-            view=View(shape=(h, k, q_rank or d)),
+            tensor_shape=(h * k, q_rank or read),
+            view=View(shape=(h, k, q_rank or read)),
         ),
-        kv_a=leaf("self_attn.kv_a_proj_with_mqa.weight", (config.latent_size, d), (None, "embed")),
+        kv_a=leaf("self_attn.kv_a_proj_with_mqa.weight", (config.latent_size, read), (None, "embed")),
         kv_a_bias=leaf("self_attn.kv_a_proj_with_mqa.bias", (config.latent_size,), (None,), initial=0.0)
         if bias
         else None,

@@ -190,6 +190,7 @@ class Windowed:
         shard: Shard = ALONE,
         placement: ExpertPlacement | None = None,
         observe: bool = False,
+        taps: tuple[int, ...] = (),
         unrolled: bool = False,
         machine: Machine = XLA,
         chunk_tokens: int | None = None,
@@ -200,6 +201,7 @@ class Windowed:
         del backend, placement, unrolled, machine, chunk_tokens, attention, expanded
         assert hidden is None
         assert attend is None
+        assert not taps
         assert shard.mesh.num_devices == 1
         assert weights.embed is not None
         assert weights.norm is not None

@@ -1,0 +1,153 @@
+"""An EAGLE-3 draft as a `models.draft.Draft`: its rows over pages. `folder` makes it."""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax.numpy as jnp
+
+from moonshard.kv.pages import Pages, write_tokens
+from moonshard.models.draft import Tables
+from moonshard.models.eagle import forward, weights
+from moonshard.models.eagle.attention import grouped_attention
+from moonshard.models.eagle.config import EagleConfig, LlamaShape
+from moonshard.models.eagle.weights import EagleWeights, LlamaAttention, Stored
+from moonshard.models.experts import moe
+from moonshard.models.kimi.forward import absorbed, attend_paged, cos_and_sin, expanded_in_xla, self_attention
+from moonshard.models.machines import XLA, Machine
+from moonshard.models.model import Batch
+from moonshard.models.spec import KvGroup, ModelError, Param
+from moonshard.sharding.arrays import Array, Float, Int
+from moonshard.sharding.shard import ALONE, Shard
+
+OverPages = Callable[[Float[Array, "n t d2"]], tuple[Float[Array, "n t d"], Pages]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Eagle:
+    """See `models.draft.Draft` for what its methods promise."""
+
+    config: EagleConfig
+    stored: Stored
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        return self.config.taps
+
+    @property
+    def feature_size(self) -> int:
+        return len(self.config.taps) * self.config.target_hidden_size
+
+    @property
+    def hidden_size(self) -> int:
+        return self.config.hidden_size
+
+    @property
+    def draft_vocab_size(self) -> int:
+        return self.config.draft_vocab_size
+
+    def declare(self) -> EagleWeights[Param]:
+        return weights.declare(self.config, self.stored)
+
+    def lend(self, weights: EagleWeights[Array], target: Tables) -> EagleWeights[Array]:
+        own_head = weights.head if weights.head is not None else target.head
+        return replace(
+            weights,
+            embed=weights.embed if weights.embed is not None else target.embed,
+            head=own_head if own_head is not None else target.embed,
+        )
+
+    def kv_groups(self, dtype: str) -> tuple[KvGroup, ...]:
+        shape = self.config.attention
+        num_features = shape.num_features if isinstance(shape, LlamaShape) else shape.latent_size
+        return (KvGroup(name="draft", layers=(0,), num_features=num_features, dtype=dtype),)
+
+    def extend(
+        self,
+        weights: EagleWeights[Array],
+        pages: Pages,
+        batch: Batch,
+        features: Float[Array, "n t f"],
+        *,
+        shard: Shard = ALONE,
+        machine: Machine = XLA,
+        backend: moe.Backend = moe.blocks,
+    ) -> tuple[Float[Array, "n t d"], Pages]:
+        fused = forward.fused(self.config, weights, features)
+        return self.step(weights, pages, batch, fused, shard=shard, machine=machine, backend=backend)
+
+    def step(
+        self,
+        weights: EagleWeights[Array],
+        pages: Pages,
+        batch: Batch,
+        hidden: Float[Array, "n t d"],
+        *,
+        shard: Shard = ALONE,
+        machine: Machine = XLA,
+        backend: moe.Backend = moe.blocks,
+    ) -> tuple[Float[Array, "n t d"], Pages]:
+        """A step is an extension whose hidden states are no target's: `backend` is not asked, there are no experts."""
+        del backend
+        over_pages = self._over_pages(weights, pages, batch, shard, machine)
+        written: list[Pages] = []
+
+        def attended(both: Float[Array, "n t d2"]) -> Float[Array, "n t d"]:
+            added, pages = over_pages(both)
+            written.append(pages)
+            return added
+
+        found = forward.layer(self.config, weights, batch.tokens, hidden, attended, shard)
+        return found, written[0]
+
+    def logits(
+        self, weights: EagleWeights[Array], hidden: Float[Array, "b d"], shard: Shard = ALONE
+    ) -> Float[Array, "b v"]:
+        return forward.logits(self.config, weights, hidden, shard)
+
+    def token_of(self, weights: EagleWeights[Array], guessed: Int[Array, "*b"]) -> Int[Array, "*b"]:
+        return guessed if weights.d2t is None else guessed + weights.d2t[guessed]
+
+    def _over_pages(
+        self, w: EagleWeights[Array], pages: Pages, batch: Batch, shard: Shard, machine: Machine
+    ) -> OverPages:
+        shape = self.config.attention
+        if isinstance(shape, LlamaShape):
+            assert isinstance(w.attention, LlamaAttention)
+            if shard.num_parts("kv_tokens") > 1:
+                raise ModelError("a draft with Llama's attention keeps no KV whose blocks are cut over devices")
+            return functools.partial(_llama, shape, w.attention, pages, batch, machine)
+        return functools.partial(self._latent, w.attention, pages, batch, shard, machine)
+
+    def _latent(
+        self,
+        w: Any,
+        pages: Pages,
+        batch: Batch,
+        shard: Shard,
+        machine: Machine,
+        both: Float[Array, "n t d2"],
+    ) -> tuple[Float[Array, "n t d"], Pages]:
+        shape = self.config.attention
+        assert not isinstance(shape, LlamaShape)
+        attend = functools.partial(attend_paged, shard=shard, attention=absorbed(machine), machine=machine)
+        rotary = cos_and_sin(shape, batch.positions)
+        where = (pages, jnp.int32(0), batch, rotary)
+        return self_attention(shape, w, both, *where, attend, expanded_in_xla(machine), shard)
+
+
+def _llama(
+    shape: LlamaShape,
+    w: LlamaAttention[Array],
+    pages: Pages,
+    batch: Batch,
+    machine: Machine,
+    both: Float[Array, "n t d2"],
+) -> tuple[Float[Array, "n t d"], Pages]:
+    tables, positions = batch.block_tables[:, 0], batch.positions
+    queries, keys, values = forward.project(shape, w, both, positions)
+    features = jnp.concatenate([each.reshape(*positions.shape, -1) for each in (keys, values)], axis=-1)
+    pages = write_tokens(pages, jnp.int32(0), tables, positions, features)
+    how = {"num_kv_heads": shape.num_kv_heads, "keys_per_step": machine.keys}
+    return forward.joined(w, grouped_attention(queries, pages, tables, positions, **how)), pages
