@@ -7,7 +7,8 @@ the token at t + 1: a prefix of tokens vouches for all of a draft's rows but its
 After a target's step, whose last token is drawn, `extend` runs over the positions that were accepted, with the tokens
 that follow them, and writes their KV from the target's own features. `chain` then guesses on from the last of these
 rows: its further rows read the draft's own hidden states instead, and the next `extend` overwrites them. A draft's
-pages are an array of their own. With as many blocks of as many tokens as the target's, the target's block tables serve.
+KV lies in layers of its own of the target's pages, under the target's block tables: what copies, moves or keeps a block
+has both.
 
 Guesses are greedy: the law that they were drawn from is one-hot. Which are accepted is the engine's business.
 Sources: EAGLE-3 (arXiv 2503.01840), section 3; DeepSeek-V3 (arXiv 2412.19437), section 2.2.
@@ -59,6 +60,11 @@ class Draft(Protocol):
         """Tokens that it can guess."""
         ...
 
+    @property
+    def cuts_tokens(self) -> bool:
+        """Whether its KV may be in blocks whose tokens are cut over devices."""
+        ...
+
     def declare(self) -> Any:
         """A tree of `Param`; None where the target's tables are borrowed."""
         ...
@@ -69,6 +75,10 @@ class Draft(Protocol):
 
     def kv_groups(self, dtype: str) -> tuple[KvGroup, ...]:
         """One group, of one layer. Its number of features may be another than the target's."""
+        ...
+
+    def in_layers_of(self, page_layer: int) -> "Draft":
+        """The same draft, whose KV begins in that layer of the pages; see `num_page_layers`."""
         ...
 
     def extend(
@@ -117,6 +127,12 @@ class Draft(Protocol):
         ...
 
 
+def num_page_layers(draft: Draft, target: KvGroup) -> int:
+    """How many layers of a target's pages hold a draft's KV: tokens may have more features than one layer has."""
+    (own,) = draft.kv_groups(target.dtype)
+    return -(-own.num_features // target.num_features)
+
+
 def features_of(draft: Draft, hidden: Float[Array, "n t d"], seen: Observations | None) -> Float[Array, "n t f"]:
     """What a draft reads of a target's forward pass, from what `Model.forward` returned with `taps=draft.taps`.
 
@@ -144,6 +160,8 @@ def chain(
     hidden: Float[Array, "n d"],
     num_tokens: int,
     *,
+    num_wanted: Int[Array, ""] | None = None,
+    room: Int[Array, "n"] | None = None,
     shard: Shard = ALONE,
     machine: Machine = XLA,
     backend: moe.Backend = moe.blocks,
@@ -153,27 +171,31 @@ def chain(
     Args:
         positions: of the last row that `extend` ran; below 0: a sequence that is padding.
         hidden: of that row.
+        num_wanted: guesses beyond these cost nothing, and are 0; None: all are wanted.
+        room: tokens of each sequence for which its table has blocks; None: as many as the table has columns for.
 
     Returns:
         The guesses for positions + 2 and so on, of the target's vocabulary; what padding guesses means nothing. The
         pages have KV of positions + 1 to positions + `num_tokens` - 1. A row for which the block table has no column
         writes nothing.
     """
-    num_positions = block_tables.shape[-1] * pages.shape[2] * shard.num_parts("kv_tokens")
+    if room is None:
+        room = jnp.full_like(positions, block_tables.shape[-1] * pages.shape[2] * shard.num_parts("kv_tokens"))
+    wanted = jnp.int32(num_tokens) if num_wanted is None else jnp.minimum(num_wanted, num_tokens)
 
-    def further(
-        carry: tuple[Array, Array, Pages], ahead: Int[Array, ""]
-    ) -> tuple[tuple[Array, Array, Pages], Int[Array, "n"]]:
-        token, hidden, pages = carry
+    def further(ahead: Int[Array, ""], carry: tuple[Array, Array, Array, Pages]) -> tuple[Array, Array, Array, Pages]:
+        found, token, hidden, pages = carry
         own = positions + ahead
-        own = jnp.where((positions >= 0) & (own < num_positions), own, -1)
+        own = jnp.where((positions >= 0) & (own < room), own, -1)
         batch = Batch(tokens=token[:, None], positions=own[:, None], block_tables=block_tables)
         how = {"shard": shard, "machine": machine, "backend": backend}
         after, pages = draft.step(weights, pages, batch, hidden[:, None], **how)
-        after = after[:, 0]
-        found = best_guess(draft, weights, after, shard)
-        return (found, after, pages), found
+        token = best_guess(draft, weights, after[:, 0], shard)
+        return found.at[ahead].set(token), token, after[:, 0], pages
 
-    first = best_guess(draft, weights, hidden, shard)
-    (_, _, pages), others = jax.lax.scan(further, (first, hidden, pages), jnp.arange(1, num_tokens, dtype=jnp.int32))
-    return jnp.concatenate([first[None], others]).T, pages
+    first = jax.lax.cond(
+        wanted > 0, lambda: best_guess(draft, weights, hidden, shard), lambda: jnp.zeros_like(positions)
+    )
+    found = jnp.zeros((num_tokens, len(positions)), jnp.int32).at[0].set(first)
+    found, _, _, pages = jax.lax.fori_loop(1, wanted, further, (found, first, hidden, pages))
+    return found.T, pages

@@ -4,7 +4,7 @@ import asyncio
 import functools
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -26,6 +26,7 @@ from moonshard.serving.engine.compiled.preparation import Preparation
 from moonshard.serving.engine.compiled.prepared import Wanted
 from moonshard.serving.engine.compiled.stage_model import StageModel
 from moonshard.serving.engine.compiled.store import ProgramStore
+from moonshard.serving.engine.draft_loading import OpenDraft
 from moonshard.serving.engine.encoder import StepEncoder
 from moonshard.serving.engine.engine import Engine
 from moonshard.serving.engine.events import StepReport
@@ -42,15 +43,17 @@ Q_TILE = 32
 TRANSFER_BUCKETS = (1, 2, 4)
 
 
-def programs(name: str = "kimi_k2", worker: int = 0, shard: Shard = ALONE, q_len: int = 1) -> Programs:
+def programs(
+    name: str = "kimi_k2", worker: int = 0, shard: Shard = ALONE, q_len: int = 1, draft: OpenDraft | None = None
+) -> Programs:
     """Programs that are each prepared by their first launch; another `worker` gets pages of its own."""
-    return _programs(name, worker, shard, q_len)
+    return _programs(name, worker, shard, q_len, draft)
 
 
 @compiled_once
-def _programs(name: str, worker: int, shard: Shard, q_len: int) -> Programs:
+def _programs(name: str, worker: int, shard: Shard, q_len: int, draft: OpenDraft | None) -> Programs:
     del worker  # only tells one from another
-    return at_first_launch(uncompiled_programs(name, shard=shard, q_len=q_len))
+    return at_first_launch(uncompiled_programs(name, shard=shard, q_len=q_len, draft=draft))
 
 
 def prepared(programs: Programs) -> Programs:
@@ -83,9 +86,15 @@ def program_store() -> ProgramStore:
 
 
 def uncompiled_programs(
-    name: str = "kimi_k2", dtype: str = "float32", shard: Shard = ALONE, q_len: int = 1
+    name: str = "kimi_k2",
+    dtype: str = "float32",
+    shard: Shard = ALONE,
+    q_len: int = 1,
+    draft: OpenDraft | None = None,
 ) -> Programs:
-    """For a test that launches few of them: each is compiled by its first launch."""
+    """For a test that launches few of them: each is compiled by its first launch. `draft` guesses all that a row of
+    `q_len` can verify.
+    """
     model = reference(name).model
     # one bucket of each kind: what buckets do is seen on one device and with one model
     is_small = shard.mesh.num_devices > 1 or name != "kimi_k2"
@@ -96,6 +105,7 @@ def uncompiled_programs(
         max_context_tokens=MAX_CONTEXT_TOKENS,
         q_tile=Q_TILE,
         q_len=q_len,
+        num_ahead=0 if draft is None else q_len - 1,
         prefill_buckets=(CHUNK_TOKENS,) if is_small else buckets(CHUNK_TOKENS, Q_TILE),
         decode_buckets=(NUM_SLOTS,) if is_small else buckets(NUM_SLOTS),
         transfer_buckets=TRANSFER_BUCKETS,
@@ -104,7 +114,11 @@ def uncompiled_programs(
     for index, layers in enumerate(split_stages(model, shard)):
         mesh = build_mesh(shard.mesh, index)
         loaded = weights.load(model.declare(layers), Checkpoint.open(FIXTURES / name), dtype, mesh, shard.rules)
-        parts.append(StageModel(model=model, layers=layers, weights=loaded, mesh=mesh, shard=shard, backend=moe.blocks))
+        behind = None if draft is None else draft.behind(layers, loaded, mesh, shard)
+        if draft is not None and behind is not None:
+            behind = replace(behind, weights=draft.load(loaded, mesh, shard))
+        where = {"mesh": mesh, "shard": shard, "backend": moe.blocks, "draft": behind}
+        parts.append(StageModel(model=model, layers=layers, weights=loaded, **where))
     return Programs.of(parts, shapes, blocks_per_partition=NUM_BLOCKS, block_size=BLOCK_SIZE, dtype=dtype)
 
 
@@ -152,12 +166,13 @@ def serve(
     shard: Shard = ALONE,
     drafters: Drafters | None = None,
     q_len: int = 1,
+    draft: OpenDraft | None = None,
 ) -> Run:
     """Submits all requests at once and runs until the engine is idle; then everything must be given back.
 
     `on_step` is called after every step that gave tokens: to cancel, or to submit more.
     """
-    executor = programs(model, shard=shard, q_len=q_len)
+    executor = programs(model, shard=shard, q_len=q_len, draft=draft)
     return asyncio.run(_serve(requests, num_blocks, num_slots, executor, on_step, max_prefill_sequences, drafters))
 
 

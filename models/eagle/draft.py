@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from moonshard.kv.pages import Pages, write_tokens
 from moonshard.models.draft import Tables
 from moonshard.models.eagle import forward, weights
-from moonshard.models.eagle.attention import grouped_attention
+from moonshard.models.eagle.attention import grouped_attention, in_layers
 from moonshard.models.eagle.config import EagleConfig, LlamaShape
 from moonshard.models.eagle.weights import EagleWeights, LlamaAttention, Stored
 from moonshard.models.experts import moe
@@ -30,6 +30,7 @@ class Eagle:
 
     config: EagleConfig
     stored: Stored
+    page_layer: int = 0
 
     @property
     def taps(self) -> tuple[int, ...]:
@@ -47,6 +48,10 @@ class Eagle:
     def draft_vocab_size(self) -> int:
         return self.config.draft_vocab_size
 
+    @property
+    def cuts_tokens(self) -> bool:
+        return not isinstance(self.config.attention, LlamaShape)
+
     def declare(self) -> EagleWeights[Param]:
         return weights.declare(self.config, self.stored)
 
@@ -62,6 +67,9 @@ class Eagle:
         shape = self.config.attention
         num_features = shape.num_features if isinstance(shape, LlamaShape) else shape.latent_size
         return (KvGroup(name="draft", layers=(0,), num_features=num_features, dtype=dtype),)
+
+    def in_layers_of(self, page_layer: int) -> "Eagle":
+        return replace(self, page_layer=page_layer)
 
     def extend(
         self,
@@ -117,7 +125,7 @@ class Eagle:
             assert isinstance(w.attention, LlamaAttention)
             if shard.num_parts("kv_tokens") > 1:
                 raise ModelError("a draft with Llama's attention keeps no KV whose blocks are cut over devices")
-            return functools.partial(_llama, shape, w.attention, pages, batch, machine)
+            return functools.partial(_llama, shape, w.attention, pages, self.page_layer, batch, machine)
         return functools.partial(self._latent, w.attention, pages, batch, shard, machine)
 
     def _latent(
@@ -133,7 +141,7 @@ class Eagle:
         assert not isinstance(shape, LlamaShape)
         attend = functools.partial(attend_paged, shard=shard, attention=absorbed(machine), machine=machine)
         rotary = cos_and_sin(shape, batch.positions)
-        where = (pages, jnp.int32(0), batch, rotary)
+        where = (pages, jnp.int32(self.page_layer), batch, rotary)
         return self_attention(shape, w, both, *where, attend, expanded_in_xla(machine), shard)
 
 
@@ -141,6 +149,7 @@ def _llama(
     shape: LlamaShape,
     w: LlamaAttention[Array],
     pages: Pages,
+    page_layer: int,
     batch: Batch,
     machine: Machine,
     both: Float[Array, "n t d2"],
@@ -148,6 +157,7 @@ def _llama(
     tables, positions = batch.block_tables[:, 0], batch.positions
     queries, keys, values = forward.project(shape, w, both, positions)
     features = jnp.concatenate([each.reshape(*positions.shape, -1) for each in (keys, values)], axis=-1)
-    pages = write_tokens(pages, jnp.int32(0), tables, positions, features)
-    how = {"num_kv_heads": shape.num_kv_heads, "keys_per_step": machine.keys}
+    for index, part in enumerate(in_layers(features, pages.shape[-1])):
+        pages = write_tokens(pages, jnp.int32(page_layer + index), tables, positions, part)
+    how = {"num_kv_heads": shape.num_kv_heads, "keys_per_step": machine.keys, "page_layer": page_layer}
     return forward.joined(w, grouped_attention(queries, pages, tables, positions, **how)), pages

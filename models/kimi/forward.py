@@ -219,8 +219,11 @@ def forward(
     chunk_tokens: int | None = None,
     attention: PagedAttention | None = None,
     expanded: ExpandedAttention | None = None,
+    page_layer: int = 0,
 ) -> tuple[Float[Array, "n t d"], Pages, Observations | None]:
-    """`models.model.Model.forward` of this family: what is cached are the tokens' latents."""
+    """`models.model.Model.forward` of this family: what is cached are the tokens' latents. `page_layer`: the pages'
+    layer of the first of these layers.
+    """
     valid = batch.positions >= 0
     in_place, longest = machine.reads_in_place, chunk_tokens or batch.positions.shape[1]
     is_absorbed = attention is not None and expanded is None
@@ -241,9 +244,8 @@ def forward(
             tapped = _tap(taps, tapped, layer, x)
             with jax.named_scope("attention"):
                 normal = rms_norm(x, w.attention.norm, config.rms_norm_eps)
-                attended, pages = self_attention(
-                    config, w.attention, normal, pages, layer, batch, rotary, attend, expanded, shard
-                )
+                where = (pages, page_layer + layer, batch, rotary)
+                attended, pages = self_attention(config, w.attention, normal, *where, attend, expanded, shard)
             x = x + attended
             with jax.named_scope("feed_forward"):
                 added, routing = _feed_forward(config, w, experts, x, index, valid, backend, shard)

@@ -43,6 +43,7 @@ class Mtp:
     config: KimiConfig  # the target's
     has_embed: bool
     has_head: bool
+    page_layer: int = 0
 
     @property
     def taps(self) -> tuple[int, ...]:
@@ -59,6 +60,10 @@ class Mtp:
     @property
     def draft_vocab_size(self) -> int:
         return self.config.vocab_size
+
+    @property
+    def cuts_tokens(self) -> bool:
+        return True
 
     def declare(self) -> MtpWeights[Param]:
         d, place = self.config.hidden_size, self.config.num_hidden_layers
@@ -94,6 +99,9 @@ class Mtp:
     def kv_groups(self, dtype: str) -> tuple[KvGroup, ...]:
         return (KvGroup(name="draft", layers=(0,), num_features=self.config.latent_size, dtype=dtype),)
 
+    def in_layers_of(self, page_layer: int) -> "Mtp":
+        return replace(self, page_layer=page_layer)
+
     def extend(
         self,
         weights: MtpWeights[Array],
@@ -125,7 +133,7 @@ class Mtp:
         token = forward.rms_norm(embedded, weights.token_norm, eps)
         state = forward.rms_norm(hidden.astype(dtype), weights.hidden_norm, eps)
         x = product("ntf,df->ntd", jnp.concatenate([token, state], axis=-1), weights.join)
-        how = {"shard": shard, "machine": machine, "backend": backend}
+        how = {"shard": shard, "machine": machine, "backend": backend, "page_layer": self.page_layer}
         found, pages, _ = forward.forward(self.config, weights.layer, pages, batch, hidden=x, **how)
         return forward.rms_norm(found, weights.norm, eps), pages
 

@@ -15,6 +15,7 @@ from moonshard.serving.config.keys import (
     KvConfig,
     TelemetryConfig,
     TlsConfig,
+    embedded_model_path,
     kv_host_of,
 )
 from moonshard.serving.config.loopback import is_loopback
@@ -30,7 +31,7 @@ PORTS_PER_WORKER = 2  # of Mooncake: one for its handshake, one for the data
 def joint_faults(config: Config) -> list[str]:
     """All of them; empty for a configuration that can be served."""
     faults = [*_address_faults(config), *_size_faults(config), *_tls_faults(config.tls)]
-    faults += _telemetry_faults(config.telemetry)
+    faults += [*_telemetry_faults(config.telemetry), *_speculation_faults(config)]
     if config.mode == "disaggregated":
         faults += [*_handoff_faults(config), *_plane_faults(config)]
     return faults
@@ -47,6 +48,28 @@ def kv_plane_note(config: Config) -> str | None:
     if config.kv.allow_unauthenticated:
         return f"the KV plane of {host} is open to whoever reaches it (kv.allow_unauthenticated)"
     return None
+
+
+def _speculation_faults(config: Config) -> list[str]:
+    speculation = config.speculation
+    methods, has_path = speculation.methods, speculation.path is not None
+    faults = [f"speculation.method: {method} is named twice" for method, times in Counter(methods).items() if times > 1]
+    if "eagle3" in methods and "mtp" in methods:
+        faults.append("speculation.method: eagle3 and mtp are two draft models; name one")
+    if has_path and "eagle3" not in methods:
+        faults.append("speculation.path: only eagle3 has a folder of its own; see speculation.method")
+    if "eagle3" in methods and not has_path and config.model.path != embedded_model_path():
+        faults.append("speculation.path: eagle3 needs the folder of a draft for this model")
+    meshes = {"decode": config.decode.mesh}
+    if config.mode == "disaggregated":
+        meshes["prefill"] = config.prefill.mesh
+    if draft := speculation.draft_model:
+        faults += [
+            f"speculation.method: {draft} needs all layers in one stage, and {name}.mesh.pipe is {mesh.pipe}"
+            for name, mesh in meshes.items()
+            if mesh.pipe > 1
+        ]
+    return faults
 
 
 def _address_faults(config: Config) -> list[str]:

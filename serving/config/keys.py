@@ -38,6 +38,7 @@ Text = Annotated[str, Meta(min_length=1)]
 Stated = Annotated[str, Meta(pattern=r"\S")]  # more than white space
 ListenPort = Annotated[int, Meta(ge=1, le=65_535)]
 
+GuessingMethod = Literal["grammar", "lookup", "eagle3", "mtp"]
 GuessedTokens = Annotated[int, Meta(ge=1, le=MAX_GUESSED_TOKENS)]
 
 WorkerRole = Literal["both", "prefill", "decode"]  # both: aggregated
@@ -207,8 +208,26 @@ class TelemetryConfig:
 class SpeculationConfig:
     """Guesses at the tokens that follow, of which a decode step verifies several at once. They change no token."""
 
-    method: tuple[Literal["grammar", "lookup"], ...] = ()  # what guesses, one after another: see README; empty: nothing
+    method: Literal["none", "grammar", "lookup", "eagle3", "mtp"] | tuple[GuessingMethod, ...] = "none"  # or several
+    path: Path | None = None  # the folder of an eagle3 draft; none: of the embedded model its own
     num_tokens: GuessedTokens | None = None  # of a guess, at most; auto: 3, and for a while none where few are right
+
+    @property
+    def methods(self) -> tuple[GuessingMethod, ...]:
+        """All that guess."""
+        if isinstance(self.method, tuple):
+            return self.method
+        return () if self.method == "none" else (self.method,)
+
+    @property
+    def draft_model(self) -> Literal["eagle3", "mtp"] | None:
+        """The kind of model that guesses; None: none does."""
+        return next((method for method in self.methods if method == "eagle3" or method == "mtp"), None)
+
+    @property
+    def most_tokens(self) -> int:
+        """Of a guess; 0: nothing guesses."""
+        return (self.num_tokens or MAX_GUESSED_TOKENS) if self.methods else 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -261,6 +280,21 @@ def embedded_model_path() -> Path:
     return path
 
 
+def embedded_draft_path() -> Path:
+    """The folder of the embedded model's draft. ConfigError without one."""
+    path = Path(__file__).resolve().parents[2] / "models" / "pocket_draft"
+    if not (path / "config.json").is_file():
+        raise ConfigError(["speculation.path: there is no embedded draft in this installation; name a folder"])
+    return path
+
+
+def draft_path_of(config: Config) -> Path | None:
+    """The folder of the draft model; None where there is none, or it lies in the model's own."""
+    if config.speculation.draft_model != "eagle3":
+        return None
+    return config.speculation.path or embedded_draft_path()
+
+
 def mesh_of(config: Config, role: WorkerRole) -> MeshShape:
     return config.prefill.mesh if role == "prefill" else config.decode.mesh
 
@@ -278,9 +312,7 @@ def experts_of(config: Config, role: WorkerRole) -> tuple[Path | None, int]:
 
 def decode_positions(config: Config, role: WorkerRole) -> int:
     """How many positions of a row a worker's decode steps compute, at most: a token, and guesses at those behind it."""
-    if role == "prefill" or not config.speculation.method:
-        return 1
-    return 1 + (config.speculation.num_tokens or MAX_GUESSED_TOKENS)
+    return 1 if role == "prefill" else 1 + config.speculation.most_tokens
 
 
 def port_of(config: Config, role: WorkerRole) -> int:

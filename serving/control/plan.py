@@ -58,6 +58,7 @@ class PrefillChunk:
     tokens: tuple[int, ...]
     block_table: tuple[int, ...]
     samples: tuple[tuple[SequenceId, SlotId], ...]
+    next_token: int | None = None  # that follows these; None: `samples` draw it
     is_scored: bool = False  # log-probabilities of the prompt's tokens that follow these are wanted
 
 
@@ -99,6 +100,7 @@ class DecodeRow(NamedTuple):
 class DecodePlan:
     number: int
     rows: tuple[DecodeRow, ...]
+    num_ahead: int = 0  # tokens that a draft model is to guess behind each row, where there is one
 
     @property
     def has_guesses(self) -> bool:
@@ -111,11 +113,12 @@ type Plan = LoadPlan | PrefillPlan | CopyPlan | DecodePlan
 class Sampled(NamedTuple):
     """The tokens that a step emitted for one sequence, in order: one from a prefill, at most `q_len` from a row.
 
-    `logprobs` has one for each of them, or is empty.
+    `logprobs` has one for each of them, or is empty. `guesses` are what a draft model takes to follow them.
     """
 
     tokens: tuple[int, ...]
     logprobs: tuple[Logprobs, ...] = ()
+    guesses: tuple[int, ...] = ()
 
 
 type Results = Mapping[SequenceId, Sampled]

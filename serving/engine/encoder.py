@@ -24,7 +24,7 @@ from moonshard.serving.control.plan import (
 from moonshard.serving.control.request import Request, SequenceId, SlotId
 from moonshard.serving.control.sampling_parameters import PARAMETERS
 from moonshard.serving.engine.scoring import scored_places, write_tiles
-from moonshard.serving.engine.steps import Step, StepKind, StepShapes, smallest
+from moonshard.serving.engine.steps import GUESSES, Step, StepKind, StepShapes, smallest
 
 Fields = Mapping[str, np.ndarray]
 
@@ -94,6 +94,7 @@ class StepEncoder:
                 draws[sequence] = first_draw + index
         order = (sequence for chunk in plan.chunks for sequence, _ in chunk.samples)
         scoring, scored = self._scoring(plan, bucket) if is_scored else (None, ())
+        guessing = self._guessing_behind(by_partition, bucket, bool(draws)) if self._shapes.num_ahead else None
         return Step(
             plan.number,
             StepKind.PREFILL,
@@ -102,8 +103,29 @@ class StepEncoder:
             sampling=sampling if draws else None,
             scoring=scoring,
             scored=scored,
+            guessing=guessing,
+            num_ahead=self._shapes.num_ahead if draws else 0,
             draws=tuple(draws[each] for each in order),
         )
+
+    def _guessing_behind(self, by_partition: list[list[PrefillChunk]], bucket: int, is_drawn: bool) -> np.ndarray:
+        """The packed guesses behind a prefill: the token that follows each of its tokens."""
+        packed, fields = self._blank(StepKind.GUESS_PREFILL, bucket)
+        fields["num_ahead"][...] = self._shapes.num_ahead if is_drawn else 0
+        for partition, chunks in enumerate(by_partition):
+            following, num_blocks = fields["following"][partition].reshape(-1), fields["num_blocks"][partition]
+            row = draw = 0
+            for chunk in chunks:
+                begin = row * self._shapes.q_tile
+                end = begin + len(chunk.tokens) - 1
+                following[begin:end] = chunk.tokens[1:]
+                following[end] = -1 - chunk.samples[0][1].index if chunk.next_token is None else chunk.next_token
+                # those forked from a sequence have its blocks still, where only one may write its guesses
+                for index in range(len(chunk.samples)):
+                    num_blocks[draw] = 1 if index else len(chunk.block_table)
+                    draw += 1
+                row += self._num_rows(chunk)
+        return packed
 
     def _scored_bucket(self, size: int) -> int:
         """The smallest bucket that holds `size` and has both programs: the largest has."""
@@ -168,6 +190,7 @@ class StepEncoder:
     def _encode_decode(self, plan: DecodePlan) -> Step:
         by_partition = self._by_partition(plan.rows)
         kind = StepKind.VERIFY if plan.has_guesses else StepKind.DECODE
+        num_ahead = min(plan.num_ahead, self._shapes.num_ahead)
         bucket = self._bucket_for(kind, max(map(len, by_partition)))
         packed, fields = self._decodes[kind, bucket]  # of the last step of this size: every row of it is written again
         for partition, rows in enumerate(by_partition):
@@ -183,8 +206,21 @@ class StepEncoder:
             sampling=self._drawn[
                 :, : self._layouts[_DECODES[kind], 0].size
             ].copy(),  # the fields of plain draws come first
+            guessing=self._guessing_behind_rows(kind, bucket, num_ahead, by_partition)
+            if self._shapes.num_ahead
+            else None,
+            num_ahead=num_ahead,
             draws=self._draws_of(plan),
         )
+
+    def _guessing_behind_rows(
+        self, kind: StepKind, bucket: int, num_ahead: int, by_partition: list[list[DecodeRow]]
+    ) -> np.ndarray:
+        packed, fields = self._blank(GUESSES[kind], bucket)
+        fields["num_ahead"][...] = num_ahead
+        for partition, rows in enumerate(by_partition):
+            fields["num_blocks"][partition, : len(rows)] = [len(row.block_table) for row in rows]
+        return packed
 
     def _draws_of(self, plan: DecodePlan) -> tuple[int, ...]:
         """The row of the draws of each of the plan's rows."""

@@ -309,10 +309,11 @@ def _results(plan: Plan, drawn: Drawn) -> dict[SequenceId, Sampled]:
             owners = [(sequence, chunk.request) for chunk in chunks for sequence, _ in chunk.samples]
         case LoadPlan() | CopyPlan():
             owners = []
-    drawn_rows = zip(owners, drawn.tokens.tolist(), drawn.num_emitted.tolist(), strict=True)
+    guesses = [()] * len(owners) if drawn.guesses is None else map(tuple, drawn.guesses.tolist())
+    drawn_rows = zip(owners, drawn.tokens.tolist(), drawn.num_emitted.tolist(), guesses, strict=True)
     return {
-        sequence: Sampled(tuple(tokens[:count]), _logprobs(drawn, row, request.num_logprobs))
-        for row, ((sequence, request), tokens, count) in enumerate(drawn_rows)
+        sequence: Sampled(tuple(tokens[:count]), _logprobs(drawn, row, request.num_logprobs), guessed)
+        for row, ((sequence, request), tokens, count, guessed) in enumerate(drawn_rows)
     }
 
 

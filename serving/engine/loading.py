@@ -42,6 +42,7 @@ from moonshard.serving.engine.compiled.prepared import PreparedPrograms
 from moonshard.serving.engine.compiled.reading import Progress, Reading
 from moonshard.serving.engine.compiled.stage_model import StageModel
 from moonshard.serving.engine.compiled.store import ProgramStore
+from moonshard.serving.engine.draft_loading import OpenDraft, open_draft_of
 from moonshard.serving.engine.holding import fingerprint_of, holding_of, tell_how_weights_are_held
 from moonshard.serving.engine.programs import Programs
 from moonshard.serving.engine.stage import Stage
@@ -164,10 +165,12 @@ def _load_model(
         placement = _place_experts(config, role, checkpoint, model, shard)
         machine = machine or machine_for(platform)
         holding = holding_of(config, machine)
-        parts = abstract_stages(model, shard, dtype, placement, checkpoint, holding, machine)
+        draft = open_draft_of(config, shard, model, checkpoint, dtype)
+        parts = abstract_stages(model, shard, dtype, placement, checkpoint, holding, machine, draft)
         tell_how_weights_are_held(config, holding, machine, platform, dtype, [part.weights for part in parts])
-        taken = WeightBytes.of(part.weights for part in parts)
-        shapes, pool = choose_sizes(config, model, dtype, role, taken, machine)
+        taken = WeightBytes.of((part.weights, part.draft and part.draft.weights) for part in parts)
+        draft_layers = sum(part.draft.num_page_layers for part in parts if part.draft is not None)
+        shapes, pool = choose_sizes(config, model, dtype, role, taken, machine, draft_layers)
         sizes = {"blocks_per_partition": pool.blocks_per_partition, "block_size": config.kv.block_size}
         prepared = PreparedPrograms(shapes, [Blueprint(part, shapes, **sizes, dtype=dtype) for part in parts])
     _tell_what_was_decided(config, shapes, platform)
@@ -176,7 +179,7 @@ def _load_model(
         prepared.only_needed()
     wanted = {"all": (*prepared.needed, *prepared.others), "needed": prepared.needed, "none": ()}[prepares]
     with Reading(progress) as reading:
-        stages = reading.begin(lambda told: _load_stages(checkpoint, prepared, dtype, holding, told, timings))
+        stages = reading.begin(lambda told: _load_stages(checkpoint, prepared, dtype, holding, draft, told, timings))
         prepared_s = timings.now_s
         with timings.phase("programs", str(len(wanted))):
             preparation.prepare(wanted, reading.count_programs, prepared.firsts if prepares == "needed" else ())
@@ -222,8 +225,9 @@ def abstract_stages(
     source: Checkpoint | None = None,
     holding: weights.Holding | None = None,
     machine: Machine | None = None,
+    draft: OpenDraft | None = None,
 ) -> list[StageModel]:
-    """The stages of a worker, with shapes for weights, held as those of `source` would be.
+    """The stages of a worker, with shapes for weights, held as those of `source` would be. `draft`: of a single one.
 
     MeshError: it cannot be cut so, or there are too few devices.
     """
@@ -232,13 +236,13 @@ def abstract_stages(
         mesh = build_mesh(shard.mesh, index)
         platform = mesh.devices.flat[0].platform
         own = None if placement is None else placement.of_layers(model.config.moe_layers(layers))
+        declared = model.declare(layers, own)
+        held = weights.abstract(declared, dtype, mesh, shard.rules, source=source, holding=holding)
         found.append(
             StageModel(
                 model=model,
                 layers=layers,
-                weights=weights.abstract(
-                    model.declare(layers, own), dtype, mesh, shard.rules, source=source, holding=holding
-                ),
+                weights=held,
                 mesh=mesh,
                 shard=shard,
                 backend=backend_for(platform, machine),
@@ -246,6 +250,7 @@ def abstract_stages(
                 attention=attention_for(platform),
                 expanded=expanded_for(platform),
                 machine=machine or machine_for(platform),
+                draft=None if draft is None else draft.behind(layers, held, mesh, shard),
             )
         )
     return found
@@ -275,13 +280,15 @@ def _load_stages(
     prepared: PreparedPrograms,
     dtype: str,
     holding: weights.Holding | None,
+    draft: OpenDraft | None,
     progress: Progress,
     timings: Timings,
 ) -> list[Stage]:
     """Every stage with its weights and its pages on its own mesh. Returns once these are there."""
     blueprints, found = prepared.blueprints, list[Any]()
     begun_s, read_s = timings.now_s, list[float]()
-    for index, part in enumerate(blueprint.part for blueprint in blueprints):
+    parts = [blueprint.part for blueprint in blueprints]
+    for index, part in enumerate(parts):
         which = f" of stage {index + 1} of {len(blueprints)}" if len(blueprints) > 1 else ""
         found.append(
             weights.load(
@@ -295,11 +302,12 @@ def _load_stages(
                 on_read=read_s.append,
             )
         )
-    jax.block_until_ready(found)
+    drafts = [None if draft is None else draft.load(found[-1], part.mesh, part.shard) for part in parts]
+    jax.block_until_ready((found, drafts))
     timings.divide(begun_s, reading=sum(read_s), placing=timings.now_s - begun_s - sum(read_s))
     with timings.phase("pages"):
-        built = enumerate(zip(blueprints, found, strict=True))
-        return [Stage(blueprint, loaded, prepared.of(index)) for index, (blueprint, loaded) in built]
+        built = enumerate(zip(blueprints, found, drafts, strict=True))
+        return [Stage(blueprint, loaded, prepared.of(index), own) for index, (blueprint, loaded, own) in built]
 
 
 def backend_for(platform: str, machine: Machine | None = None) -> moe.Backend:

@@ -31,14 +31,15 @@ NO_DRAWS = np.zeros((0, DRAWN_COLUMNS), np.int32)
 class Launched:
     """A step in flight, and what it gives, still on the devices.
 
-    For a step with draws, the packed draws; for one without, what is ready once the step has run. Behind it the packed
-    scores, where there are any. For an
-    export its blocks, by stage; for a land, by stage, a number that is ready once the blocks have landed. Nothing for
-    the kinds whose end nobody waits for.
+    For a step with draws, the packed draws; for one without, what is ready once the step has run. For an export its
+    blocks, by stage; for a land, by stage, a number that is ready once the blocks have landed. Nothing for the kinds
+    whose end nobody waits for.
     """
 
     step: Step
     results: tuple[jax.Array, ...]
+    scores: jax.Array | None = None  # packed, where a prompt is scored
+    guesses: jax.Array | None = None  # of a draft model, for each row of the draws
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +55,7 @@ class Drawn:
     top_ids: np.ndarray  # [rows, q_len, top] int32
     top_logprobs: np.ndarray  # [rows, q_len, top] f32
     scores: np.ndarray | None = None  # packed, of the scored chunks' rows one after another
+    guesses: np.ndarray | None = None  # [rows, guesses] int32: what a draft model takes to follow
 
     def logprobs_of(self, row: int, index: int, num_top: int) -> Logprobs:
         """The log-probabilities of the `index`-th token of a row."""
@@ -90,13 +92,15 @@ class Programs:
         sizes = {"blocks_per_partition": blocks_per_partition, "block_size": block_size}
         prepared = PreparedPrograms(shapes, [Blueprint(part, shapes, **sizes, dtype=dtype) for part in parts])
         built = zip(prepared.blueprints, parts, strict=True)
-        return cls(prepared, [Stage(b, part.weights, prepared.of(i)) for i, (b, part) in enumerate(built)])
+        drafts = [None if part.draft is None else part.draft.weights for part in parts]
+        stages = [Stage(b, part.weights, prepared.of(i), drafts[i]) for i, (b, part) in enumerate(built)]
+        return cls(prepared, stages)
 
     def launch(self, step: Step) -> Launched:
         """Enqueues a step and returns without waiting for it; before its draws it waits for what their masks need."""
         match step.kind:
             case StepKind.PREFILL | StepKind.DECODE | StepKind.VERIFY:
-                return Launched(step, self._run(step))
+                return self._run(step)
             case StepKind.EXPORT:
                 return Launched(step, tuple(stage.export(step.bucket, step.metadata) for stage in self.stages))
             case StepKind.LAND:
@@ -107,7 +111,7 @@ class Programs:
                 for stage in self.stages:
                     (stage.load if step.kind is StepKind.LOAD else stage.copy)(step.metadata)
                 return Launched(step, ())
-            case StepKind.DRAW | StepKind.ACCEPT | StepKind.NOTE | StepKind.SCORE:
+            case _:
                 raise ValueError(f"{step.kind} is no step of its own")
 
     def fetch(self, launched: Launched) -> Drawn | np.ndarray | None:
@@ -119,12 +123,11 @@ class Programs:
         step, results = launched.step, launched.results
         match step.kind:
             case StepKind.PREFILL | StepKind.DECODE if step.sampling is not None:
-                drawn = _drawn(_rows(np.asarray(results[0]), step.draws))
-                return drawn if step.scoring is None else replace(drawn, scores=scored_rows(step, results[1]))
+                return _with_others(_drawn(_rows(np.asarray(results[0]), step.draws)), launched)
             case StepKind.PREFILL if step.scoring is not None:
-                return replace(_drawn(NO_DRAWS), scores=scored_rows(step, results[1]))
+                return _with_others(_drawn(NO_DRAWS), launched)
             case StepKind.VERIFY:
-                return _accepted(_rows(np.asarray(results[0]), step.draws))
+                return _with_others(_accepted(_rows(np.asarray(results[0]), step.draws)), launched)
             case StepKind.EXPORT:
                 collected = zip(self.stages, results, strict=True)
                 parts = [stage.shards.collect(result, step.partition) for stage, result in collected]
@@ -133,25 +136,30 @@ class Programs:
                 jax.block_until_ready(results)
                 return None
 
-    def _run(self, step: Step) -> tuple[jax.Array, ...]:
-        """Runs a step through all stages. Returns the packed draws, or where nothing is drawn what the last stage gave;
-        then the packed scores, if there are any.
-        """
+    def _run(self, step: Step) -> Launched:
+        """Runs a step through all stages, then what follows on the last: scores, draws, a draft model's guesses."""
         slots = self._slots(step)
         self._note_due(slots)
         result = None
         for stage in self.stages:
             result = stage.run(step.kind, step.bucket, step.metadata, result)
         assert result is not None  # there is a stage
-        scores = () if step.scoring is None else (self.stages[-1].score(step.bucket, step.scoring, result),)
-        if step.sampling is None:
-            return (result, *scores)
+        last = self.stages[-1]
+        scores = None if step.scoring is None else last.score(step.bucket, step.scoring, result)
+        draws = None if step.sampling is None else self._draw(step, step.sampling, slots)
+        guesses = None
+        if step.guessing is not None:
+            guesses = last.guess(step.kind, step.bucket, step.metadata, step.guessing, draws)
+        return Launched(step, (result if draws is None else draws,), scores, guesses if step.num_ahead else None)
+
+    def _draw(self, step: Step, sampling: np.ndarray, slots: frozenset[tuple[int, int]]) -> jax.Array:
+        """The packed draws; the first stage will have to take them."""
         kind = StepKind.ACCEPT if step.kind is StepKind.VERIFY else StepKind.DRAW
         masks = None if step.allowed is None else step.allowed()
-        draws, newest = self.stages[-1].draw(kind, step.sampling, masks)
+        draws, newest = self.stages[-1].draw(kind, sampling, masks)
         if newest is not None and slots:
-            self._due.append(_Due(slots, step.sampling[:, : self._layouts[StepKind.DRAW, 0].size], newest))
-        return (draws, *scores)
+            self._due.append(_Due(slots, sampling[:, : self._layouts[StepKind.DRAW, 0].size], newest))
+        return draws
 
     def _slots(self, step: Step) -> frozenset[tuple[int, int]]:
         """The slots whose next input token the step reads or writes; none where a single stage draws and reads it."""
@@ -179,6 +187,16 @@ class Programs:
             stage.land(step.bucket, step.metadata, payload[:, layers], step.partition)
             for stage, layers in zip(self.stages, self._layers, strict=True)
         ]
+
+
+def _with_others(drawn: Drawn, launched: Launched) -> Drawn:
+    """With the prompts' scores and a draft model's guesses, where the step has them."""
+    step, scores, guesses = launched.step, launched.scores, launched.guesses
+    return replace(
+        drawn,
+        scores=None if scores is None else scored_rows(step, scores),
+        guesses=None if guesses is None else _rows(np.asarray(guesses), step.draws)[:, : step.num_ahead],
+    )
 
 
 def _drawn(packed: np.ndarray) -> Drawn:

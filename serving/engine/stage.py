@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from moonshard.serving.engine.compiled.blueprint import Blueprint
-from moonshard.serving.engine.steps import ProgramKey, StepKind
+from moonshard.serving.engine.steps import GUESSES, ProgramKey, StepKind
 
 _DRAWS = (StepKind.DRAW, StepKind.ACCEPT)
 _NOTE, _LOAD, _COPY = ((kind, 0) for kind in (StepKind.NOTE, StepKind.LOAD, StepKind.COPY))
@@ -24,8 +24,17 @@ class Stage:
     `programs` may change meanwhile. One that was not prepared is compiled by its first launch.
     """
 
-    def __init__(self, blueprint: Blueprint, weights: Any, programs: Mapping[ProgramKey, Callable[..., Any]]):
+    def __init__(
+        self,
+        blueprint: Blueprint,
+        weights: Any,
+        programs: Mapping[ProgramKey, Callable[..., Any]],
+        draft_weights: Any = None,
+    ):
+        """`draft_weights`: of the part's draft model, with the tables that it borrows."""
         self.blueprint = blueprint
+        self._draft_weights = draft_weights
+        self._features: jax.Array | None = None  # for the draft model, of the step before
         self.shards = blueprint.shards
         self.weights = weights
         self.programs = programs
@@ -41,9 +50,23 @@ class Stage:
         """
         given = () if hidden is None else (jax.device_put(hidden, self._by_partition),)
         state, program = self.state, self.programs[kind, bucket]
-        pages, logits, result = program(self.weights, state.pages, state.logits, state.last_token, packed, *given)
+        given = (self.weights, state.pages, state.logits, state.last_token, packed, *given)
+        pages, logits, result, self._features = program(*given)
         self.state = state._replace(pages=pages, logits=logits)
         return result
+
+    def guess(
+        self, kind: StepKind, bucket: int, packed: np.ndarray, guessing: np.ndarray, draws: jax.Array | None
+    ) -> jax.Array:
+        """What the draft model makes of the step before: [partitions x slots, guesses], in the order of its draws.
+
+        `kind`, `packed` and `draws`: of that step; `guessing`: the packed guesses' own.
+        """
+        drawn = self.state.last_token if kind is StepKind.PREFILL else draws
+        given = (self._draft_weights, self.state.pages, drawn, self._features, packed, guessing)
+        pages, guesses = self.programs[GUESSES[kind], bucket](*given)
+        self._features, self.state = None, self.state._replace(pages=pages)
+        return guesses
 
     def draw(
         self, kind: StepKind, packed: np.ndarray, allowed: np.ndarray | None = None

@@ -39,6 +39,10 @@ class StepKind(enum.Enum):
     ACCEPT = "accept"  # the draws of a verification
     NOTE = "note"  # the last stage's draws come to the first
     SCORE = "score"  # log-probabilities of a prefill's prompts
+    # of a draft model, behind everything else of such a step: it reads what the target left, and guesses on from there
+    GUESS_PREFILL = "guess_prefill"
+    GUESS_DECODE = "guess_decode"
+    GUESS_VERIFY = "guess_verify"
 
 
 class DrawMasks(Protocol):
@@ -55,6 +59,12 @@ class DrawMasks(Protocol):
         """What the step drew, in its plan's order: [sequences, positions], and how many of each are the sequence's."""
         ...
 
+
+GUESSES = {
+    StepKind.PREFILL: StepKind.GUESS_PREFILL,
+    StepKind.DECODE: StepKind.GUESS_DECODE,
+    StepKind.VERIFY: StepKind.GUESS_VERIFY,
+}  # the kinds behind which a draft model guesses; the buckets are theirs
 
 type ProgramKey = tuple[StepKind, int]  # a kind and its bucket; 0 for the kinds that have a single size
 
@@ -74,6 +84,8 @@ class Step:
     allowed: DrawMasks | None = None  # None: any token
     scoring: np.ndarray | None = None  # likewise of the scores' layout; None where no prompt is scored
     scored: tuple[slice, ...] = ()  # of each scored chunk, in the plan's order: its rows among all partitions' tokens
+    guessing: np.ndarray | None = None  # likewise of the guesses' layout; None where no model guesses
+    num_ahead: int = 0  # tokens that it guesses behind each of the draws
     draws: tuple[int, ...] = ()  # rows of the plan's tokens, in its order; row r of partition p is p * slots + r
     partition: int = 0  # whose blocks an export or a land moves
     num_blocks: int = 0  # of an export or a land; the rest of the bucket is padding
@@ -133,6 +145,7 @@ _BY_EFFORT = (
     StepKind.DRAW,
     StepKind.ACCEPT,
     StepKind.SCORE,
+    *GUESSES.values(),
     StepKind.EXPORT,
     StepKind.LAND,
     StepKind.LOAD,
@@ -151,6 +164,7 @@ class StepShapes:
     max_context_tokens: int
     q_tile: int  # queries per row of a prefill, at most: a row belongs to one sequence
     q_len: int = 1  # positions per row of a verification; 1: there is none
+    num_ahead: int = 0  # tokens that a draft model guesses after each step, at most; 0: there is no such model
     prefill_buckets: tuple[int, ...]  # padded tokens, ascending: multiples of q_tile, or of one row that is shorter
     decode_buckets: tuple[int, ...]  # rows, ascending to slots_per_partition; empty for a worker that only prefills
     transfer_buckets: tuple[int, ...] = ()  # blocks, ascending; none where no KV comes or goes
@@ -163,13 +177,15 @@ class StepShapes:
             found[StepKind.VERIFY] = self.decode_buckets
         found |= dict.fromkeys((StepKind.EXPORT, StepKind.LAND), self.transfer_buckets)
         found[StepKind.SCORE] = self.score_buckets
+        if self.num_ahead:
+            found |= {guess: found[kind] for kind, guess in GUESSES.items() if kind in found}
         return {kind: sizes for kind, sizes in found.items() if sizes}
 
     @property
     def score_buckets(self) -> tuple[int, ...]:
         """Of the prefills whose prompts can be scored: one row and the largest, since few requests ask for it."""
-        largest = self.prefill_buckets[-1]
-        return tuple(bucket for bucket in self.prefill_buckets if bucket in (self.q_tile, largest))
+        sizes = (self.q_tile, *self.prefill_buckets[-1:])
+        return tuple(bucket for bucket in self.prefill_buckets if bucket in sizes)
 
     @property
     def programs(self) -> tuple[ProgramKey, ...]:
@@ -205,6 +221,17 @@ class StepShapes:
                 return StepLayout((*self._draw(), *self._guessed("sample_", self.slots_per_partition)))
             case StepKind.SCORE:
                 return self._score(bucket)
+            case StepKind.GUESS_PREFILL:
+                following = Field("following", self.layout(StepKind.PREFILL, bucket).fields[0].shape)
+                return StepLayout((*self._guess(self.slots_per_partition), following))
+            case StepKind.GUESS_DECODE | StepKind.GUESS_VERIFY:
+                return StepLayout(self._guess(bucket))
+
+    def _guess(self, rows: int) -> tuple[Field, ...]:
+        return (
+            Field("num_ahead", ()),  # how many are wanted; equal in all partitions
+            Field("num_blocks", (rows,)),  # of each sequence's table: a guess beyond them writes nothing
+        )
 
     def prefill_tile(self, bucket: int) -> int:
         """Queries per row of a prefill bucket: the smallest may be less than a whole row."""

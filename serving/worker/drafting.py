@@ -12,16 +12,19 @@ from moonshard.serving.control.request import Request, SequenceId
 
 def drafters_of(config: SpeculationConfig, masks: Masks) -> Drafters | None:
     """None where nothing guesses."""
-    if not config.method:
+    methods = config.methods
+    if not methods:
         return None
-    has_forced, has_lookup = "grammar" in config.method, "lookup" in config.method
+    has_forced, has_lookup = "grammar" in methods, "lookup" in methods
+    num_ahead = 0 if config.draft_model is None else config.most_tokens
     is_adaptive = config.num_tokens is None
 
     def drafter(request: Request, choice: int) -> Guesses | None:
         is_forced = has_forced and bool(request.grammar)
-        if not (is_forced or has_lookup):
+        if not (is_forced or has_lookup or num_ahead):
             return None
         forced = functools.partial(masks.forced, SequenceId(request.id, choice)) if is_forced else None
-        return Guesses(forced, Lookup(request.prompt) if has_lookup else None, is_adaptive=is_adaptive)
+        lookup = Lookup(request.prompt) if has_lookup else None
+        return Guesses(forced, lookup, num_ahead, is_adaptive=is_adaptive)
 
     return drafter

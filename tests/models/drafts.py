@@ -1,5 +1,7 @@
 """Drafts in tests: a target with its draft, loaded in float32, and rows over shuffled blocks."""
 
+import json
+import shutil
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -19,7 +21,7 @@ from moonshard.sharding.mesh import build_mesh
 from moonshard.sharding.shape import MeshShape
 from tests.agreement import FIXTURES, reference
 
-NUM_BLOCKS, BLOCK_SIZE, NUM_COLUMNS = 24, 8, 10
+NUM_BLOCKS, BLOCK_SIZE, NUM_COLUMNS = 40, 8, 20
 
 
 @cache
@@ -93,6 +95,13 @@ def loaded_draft(folder: Path | None, target: str | Path = "kimi_k2", ids: TapId
     tensors, draft = open_draft(folder, model, checkpoint, ids)
     own = weights.load(draft.declare(), tensors, "float32", build_mesh(MeshShape()))
     return Drafting(draft, draft.lend(own, reference().weights))
+
+
+def with_taps(folder: Path, ids: list[int]) -> Path:
+    shutil.copytree(FIXTURES / "kimi_k2_eagle3", folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"eagle_aux_hidden_state_layer_ids": ids}))
+    return folder
 
 
 def with_mtp(folder: Path) -> Path:

@@ -1,7 +1,5 @@
 """Drafts against recorded references, and the laws of their rows: pages, padding, chains, tables."""
 
-import json
-import shutil
 from pathlib import Path
 
 import jax
@@ -25,7 +23,7 @@ from moonshard.models.spec import ModelError
 from moonshard.sharding.mesh import build_mesh
 from moonshard.sharding.shape import MeshShape
 from tests.agreement import FIXTURES, LOGIT_TOLERANCE, reference
-from tests.models.drafts import Drafting, loaded_draft, recorded, shifted, target_features, with_mtp
+from tests.models.drafts import Drafting, loaded_draft, recorded, shifted, target_features, with_mtp, with_taps
 
 pytestmark = [pytest.mark.xdist_group("jax"), pytest.mark.unoptimised]
 EAGLE = FIXTURES / "kimi_k2_eagle3"
@@ -41,13 +39,6 @@ def eagle_input(prompt: int) -> tuple[np.ndarray, np.ndarray]:
 def eagle_draft(tmp_path: Path):
     """The fixture's draft with the taps that its reference was recorded with."""
     return loaded_draft(with_taps(tmp_path / "draft", [0, 1, 2]))
-
-
-def with_taps(folder: Path, ids: list[int]) -> Path:
-    shutil.copytree(EAGLE, folder)
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"eagle_aux_hidden_state_layer_ids": ids}))
-    return folder
 
 
 @pytest.mark.parametrize("prompt", [0, 1, 2])

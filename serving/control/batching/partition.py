@@ -105,9 +105,15 @@ class Partition:
         drafter = occupancy.sequence.drafter
         if drafter is None or occupancy.num_pending:
             return ()
+        generated = occupancy.sequence.generated
         most = min(self._config.q_len, occupancy.num_undrawn) - 1
-        draft = drafter.propose(occupancy.sequence.generated, most) if most > 0 else ()
-        return draft[: self.slots.grow(occupancy, 1 + len(draft)) - 1] if draft else ()
+        draft = drafter.propose(generated, most) if most > 0 else ()
+        # a draft model writes KV behind what it guesses from, too; what it has no room for, it guesses worse
+        num_ahead = drafter.num_ahead(len(generated) + 1)
+        if not draft and not num_ahead:
+            return ()
+        wanted = min(max(1 + len(draft), len(draft) + num_ahead), occupancy.num_undrawn)
+        return draft[: self.slots.grow(occupancy, wanted) - 1]
 
     def fill_prefill(self) -> Prefills:
         """Spend this partition's budget of a step: the unfinished prefill first, then whoever can be admitted."""

@@ -209,14 +209,16 @@ class Scheduler:
         ready = self._next_microbatch(ready)
         if not ready:
             return
-        draws, rows = list[Draw](), list[DecodeRow]()
+        draws, rows, num_ahead = list[Draw](), list[DecodeRow](), 0
         for occupancy in ready:
             draft = self._partition_of(occupancy).draft(occupancy) if self._has_drafters else ()
             most = 1 + len(draft)
+            num_ahead = max(num_ahead, occupancy.num_ahead)
             draws.append(Draw(occupancy, 1, most))
             rows.append(occupancy.row(most, draft))
             occupancy.num_computed += most
-        self._launches.push(DecodePlan(number=self._launches.next_number(), rows=tuple(rows)), ready, draws)
+        plan = DecodePlan(number=self._launches.next_number(), rows=tuple(rows), num_ahead=num_ahead)
+        self._launches.push(plan, ready, draws)
         self._is_decode_next = False
 
     def _next_microbatch(self, ready: list[Occupancy]) -> list[Occupancy]:
@@ -297,6 +299,8 @@ class Scheduler:
             sequence.drafter.note(most - 1, num_tokens - 1)
         is_first = not sequence.generated
         num_taken, finish = sequence.append(sampled.tokens)
+        if sampled.guesses and sequence.drafter is not None:
+            sequence.drafter.follow(len(sequence.generated), sampled.guesses)
         self._totals.wasted_tokens += num_tokens - num_taken
         self._partition_of(occupancy).slots.note(occupancy)
         if finish is not None:

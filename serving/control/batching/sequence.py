@@ -171,6 +171,14 @@ class Occupancy:
         return self.num_pending > 0 and drafter is not None and drafter.is_eager(num_generated)
 
     @property
+    def num_ahead(self) -> int:
+        """How many tokens a draft model is to guess behind the row that it launches now."""
+        sequence = self.sequence
+        if sequence.drafter is None:
+            return 0
+        return sequence.drafter.num_ahead(len(sequence.generated) + self.num_pending + 1)
+
+    @property
     def is_draining(self) -> bool:
         """Whether its blocks come back without anything more being launched."""
         return not self.is_running or (self.phase is Phase.DECODE and self.is_exhausted)
@@ -197,6 +205,7 @@ class Occupancy:
             tokens=self.sequence.tokens(self.num_computed, end),
             block_table=self.blocks,
             samples=tuple((sampler.sequence.id, sampler.slot) for sampler in samplers),
+            next_token=None if samplers else self.sequence.tokens(end, end + 1)[0],
             is_scored=self.sequence.is_scored,
         )
 

@@ -19,6 +19,14 @@ class Drafter(Protocol):
         """At most so many tokens that may follow these, which are all that the choice has generated; `most` >= 1."""
         ...
 
+    def num_ahead(self, num_generated: int) -> int:
+        """How many tokens a draft model is to guess behind so many that the choice has generated."""
+        ...
+
+    def follow(self, num_generated: int, guesses: tuple[int, ...]) -> None:
+        """What a draft model takes to follow so many generated tokens."""
+        ...
+
     def note(self, num_guessed: int, num_accepted: int) -> None:
         """What became of the last proposal, of which the first `num_guessed` were tried."""
         ...

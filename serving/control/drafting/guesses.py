@@ -1,4 +1,5 @@
-"""All that guesses for one sequence: the grammar's own tokens first, then lookup behind them; and when to stop trying.
+"""All that guesses for one sequence: the grammar's own tokens first, then what a draft model takes to follow if that
+goes on from them, else lookup; and when to stop trying.
 
 A row that guesses must know all tokens before it, so that its step is launched only once the step before has come back.
 That costs the gap between two steps, and more positions cost time of their own. So a sequence whose guesses are rarely
@@ -17,11 +18,14 @@ FIRST_REST, LONGEST_REST = 8, 32  # tokens without a guess before the next try; 
 
 
 class Guesses:
-    """A `Drafter`. `forced` and `lookup` may each be None."""
+    """A `Drafter`. `forced` and `lookup` may each be None; `num_ahead`: guesses of a draft model, 0 without one."""
 
-    def __init__(self, forced: Forced | None, lookup: Lookup | None, *, is_adaptive: bool = True):
+    def __init__(self, forced: Forced | None, lookup: Lookup | None, num_ahead: int = 0, *, is_adaptive: bool = True):
         self._forced = forced
         self._lookup = lookup
+        self._num_ahead = num_ahead
+        self._following: tuple[int, ...] = ()  # the draft model's, behind `_followed` generated tokens
+        self._followed = 0
         self._is_adaptive = is_adaptive
         self._mean_accepted = 1.0  # of a step, steps that had nothing to guess counted as 0
         self._rest = FIRST_REST
@@ -39,11 +43,19 @@ class Guesses:
         if not self.is_eager(len(generated)):
             return ()
         draft = self._forced(generated, most) if self._forced is not None else ()
+        if self._followed == len(generated) and self._following[: len(draft)] == draft:
+            draft = max(draft, self._following[:most], key=len)
         if self._lookup is not None and len(draft) < most:
             draft += self._lookup.propose(generated, draft, most - len(draft))
         if not draft:
             self.note(0, 0)
         return draft
+
+    def num_ahead(self, num_generated: int) -> int:
+        return self._num_ahead if self.is_eager(num_generated) else 0
+
+    def follow(self, num_generated: int, guesses: tuple[int, ...]) -> None:
+        self._followed, self._following = num_generated, guesses
 
     def note(self, num_guessed: int, num_accepted: int) -> None:
         self._mean_accepted += WEIGHT * (num_accepted - self._mean_accepted)

@@ -72,9 +72,10 @@ class WeightBytes:
 
     @classmethod
     def of(cls, stages: Iterable[Any]) -> "WeightBytes":
-        """Of the stages' abstract weights."""
+        """Of the stages' abstract weights; what stands there twice, as tables that a draft borrows, is there once."""
         everywhere, most = 0, 0
-        for leaves in map(jax.tree.leaves, stages):
+        for tree in stages:
+            leaves = {id(leaf): leaf for leaf in jax.tree.leaves(tree)}.values()
             parts = [(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize, x.sharding) for x in leaves]
             everywhere += sum(part * sharding.num_devices for part, sharding in parts)
             most = max(most, sum(part for part, _ in parts))
@@ -91,8 +92,11 @@ def choose_sizes(
     role: WorkerRole = "both",
     weights: WeightBytes = NO_WEIGHTS,
     machine: Machine = XLA,
+    draft_layers: int = 0,
 ) -> tuple[StepShapes, PoolShape]:
     """The pool, in the memory that `weights` will leave, and the context that it and the model allow.
+
+    `draft_layers`: of a block's, a draft model's.
 
     Raises:
         ModelError: the configured context is longer than the model's or than the pool.
@@ -102,7 +106,7 @@ def choose_sizes(
     groups, stages = model.kv_groups(dtype), split_stages(model, shard)
     if len({(group.num_features, group.dtype) for group in groups}) > 1:
         raise ModelError("KV groups whose tokens have different features have no blocks in common")
-    block = _BlockBytes.of(groups, stages, block_size, shard)
+    block = _BlockBytes.of(groups, stages, block_size, shard, draft_layers)
     if config.kv.num_blocks is not None:
         _check_pool_fits(config.kv.num_blocks, shard, block, weights)
     _check_slots_fit(config, model, role)
@@ -158,6 +162,7 @@ def step_shapes(
         max_context_tokens=context_tokens,
         q_tile=machine.tile_tokens,
         q_len=decode_positions(config, role),
+        num_ahead=0 if config.speculation.draft_model is None else config.speculation.most_tokens,
         prefill_buckets=prefill_buckets(chunk_tokens, machine),
         decode_buckets=() if role == "prefill" else buckets(slots_per_partition),
         transfer_buckets=() if role == "both" else buckets(max(1, chunk_tokens // config.kv.block_size)),
@@ -191,10 +196,13 @@ class _BlockBytes:
     on_a_device: int  # on one of the stage with most layers
 
     @classmethod
-    def of(cls, groups: Sequence[KvGroup], stages: Sequence[range], block_size: int, shard: Shard) -> "_BlockBytes":
+    def of(
+        cls, groups: Sequence[KvGroup], stages: Sequence[range], block_size: int, shard: Shard, draft_layers: int
+    ) -> "_BlockBytes":
         num_parts = shard.num_parts("kv_tokens")
         layer_bytes = groups[0].layer_bytes_per_token * block_size
         by_stage = [page_layers(groups, layers) for layers in stages]
+        by_stage[-1] += draft_layers
         return cls(
             everywhere=sum(by_stage) * layer_bytes * shard.mesh.tensor // num_parts,
             on_a_device=max(by_stage) * layer_bytes // num_parts,

@@ -24,9 +24,9 @@ from moonshard.models.sampling import SlotState
 from moonshard.models.spec import matmul_precision, page_layers
 from moonshard.serving.control.request import MAX_LOGIT_BIAS, MAX_STOP_TOKENS
 from moonshard.serving.engine import draws, scores
-from moonshard.serving.engine.compiled import bodies
-from moonshard.serving.engine.compiled.stage_model import StageModel
-from moonshard.serving.engine.steps import ProgramKey, StepKind, StepLayout, StepShapes
+from moonshard.serving.engine.compiled import bodies, guessing
+from moonshard.serving.engine.compiled.stage_model import StageDraft, StageModel
+from moonshard.serving.engine.steps import GUESSES, ProgramKey, StepKind, StepLayout, StepShapes
 from moonshard.sharding.arrays import Array, Float, Int
 from moonshard.sharding.mesh import BY_PARTITION
 
@@ -48,6 +48,8 @@ class Blueprint:
         self.shapes = shapes
         self._groups = part.model.kv_groups(dtype)
         self.num_page_layers = page_layers(self._groups, part.layers)
+        if part.draft is not None:
+            self.num_page_layers += part.draft.num_page_layers
         self.shards = BlockShards(part.mesh, part.shard, num_layers=self.num_page_layers, block_size=block_size)
         self.by_partition = NamedSharding(part.mesh, BY_PARTITION)
         self._num_blocks = shapes.num_partitions * blocks_per_partition
@@ -103,18 +105,39 @@ class Blueprint:
                 return (state.pages, packed, self._payload(bucket))
             case StepKind.SCORE:
                 return (self.part.weights, packed, self._stream(StepKind.PREFILL, bucket))
+            case StepKind.GUESS_PREFILL | StepKind.GUESS_DECODE | StepKind.GUESS_VERIFY:
+                return self._given_to_guess(kind, bucket)
+
+    def _given_to_guess(self, kind: StepKind, bucket: int) -> tuple[Any, ...]:
+        draft = self._draft
+        (behind,) = (step for step, guess in GUESSES.items() if guess is kind)
+        given, state = (
+            self._cut(self.shapes.num_partitions, self.shapes.layout(behind, bucket).size),
+            self._abstract_state(),
+        )
+        own = self._cut(self.shapes.num_partitions, self.shapes.layout(kind, bucket).size)
+        features = self._stream(behind, bucket, draft.model.feature_size)
+        positions = self.shapes.q_len if kind is StepKind.GUESS_VERIFY else 0
+        columns = draws.DRAWN_COLUMNS * (positions or 1) + (1 if positions else 0)
+        drawn = state.last_token if kind is StepKind.GUESS_PREFILL else self._cut(self._num_rows, columns)
+        return (draft.weights, state.pages, drawn, features, given, own)
+
+    @property
+    def _draft(self) -> StageDraft:
+        assert self.part.draft is not None  # else no program asks
+        return self.part.draft
 
     def result_tree(self, key: ProgramKey) -> Any:
         """The tree structure of what a program returns, known without tracing it."""
         state, leaf = self._abstract_state(), 0
         match key[0]:
             case StepKind.PREFILL | StepKind.DECODE | StepKind.VERIFY:
-                found: Any = (state.pages, state.logits, leaf)
+                found: Any = (state.pages, state.logits, leaf, None if self.part.draft is None else leaf)
             case StepKind.DRAW | StepKind.ACCEPT:
                 found = (state.slots, state.last_token, leaf, None if self.part.is_first else leaf)
             case StepKind.LOAD:
                 found = (state.slots, state.last_token)
-            case StepKind.LAND:
+            case StepKind.LAND | StepKind.GUESS_PREFILL | StepKind.GUESS_DECODE | StepKind.GUESS_VERIFY:
                 found = (state.pages, leaf)
             case StepKind.COPY:
                 found = state.pages
@@ -134,12 +157,12 @@ class Blueprint:
     def _cut(self, *shape: int, dtype: Any = jnp.int32) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=self.by_partition)
 
-    def _stream(self, kind: StepKind, bucket: int) -> jax.ShapeDtypeStruct:
-        """The shape of the activations that come from the stage before."""
+    def _stream(self, kind: StepKind, bucket: int, num_features: int | None = None) -> jax.ShapeDtypeStruct:
+        """The shape of the activations that come from the stage before, or of so many features of each token."""
         tile = self.shapes.prefill_tile(bucket) if kind is StepKind.PREFILL else 1
         length = self.shapes.q_len if kind is StepKind.VERIFY else tile
         rows = self.shapes.num_partitions * bucket // tile
-        return self._cut(rows, length, self.part.model.config.hidden_size, dtype=self._dtype)
+        return self._cut(rows, length, num_features or self.part.model.config.hidden_size, dtype=self._dtype)
 
     def _payload(self, bucket: int) -> jax.ShapeDtypeStruct:
         """Blocks of one partition, as `shards.spread` places them."""
@@ -176,14 +199,15 @@ class Blueprint:
         cuts = tuple((field.name, shard.axes(field.name)) for field in dataclasses.fields(shard.rules))
         layout = self.shapes.layout(*key).fields
         forms = (part.backend, part.attention, part.expanded, part.machine)
-        computed = (part.model, part.layers, part.placement, *forms)
+        draft = () if part.draft is None else (part.draft.model, self.shapes.num_ahead)
+        computed = (part.model, part.layers, part.placement, *forms, *draft)
         return (*key, *computed, shard.mesh, cuts, layout, self._dtype)
 
     @property
     def keys(self) -> tuple[ProgramKey, ...]:
         """The keys of all programs that the stage runs."""
         is_first, is_last = self.part.is_first, self.part.is_last
-        behind_logits = {StepKind.DRAW, StepKind.ACCEPT, StepKind.SCORE}
+        behind_logits = {StepKind.DRAW, StepKind.ACCEPT, StepKind.SCORE, *GUESSES.values()}
         own = [key for key in self.shapes.programs if is_last or key[0] not in behind_logits]
         own = [key for key in own if key[0] is not StepKind.LOAD or is_first or is_last]
         return (*own, (StepKind.NOTE, 0)) if is_first and not is_last else tuple(own)
@@ -223,6 +247,18 @@ class Blueprint:
                 precision, tile = matmul_precision(self._dtype), self.shapes.score_tile(bucket)
                 body = functools.partial(scores.score, self.part, layout, tile, precision)
                 return self._jitted(body, (self._weight_specs, packed, BY_PARTITION), BY_PARTITION)
+            case StepKind.GUESS_PREFILL | StepKind.GUESS_DECODE | StepKind.GUESS_VERIFY:
+                return self._guess_program(kind, bucket)
+
+    def _guess_program(self, kind: StepKind, bucket: int) -> Any:
+        """The draft model's: it reads what the step before left, and writes pages of its own layers."""
+        (behind,) = (step for step, guess in GUESSES.items() if guess is kind)
+        layouts = (self.shapes.layout(behind, bucket), self.shapes.layout(kind, bucket))
+        body = guessing.behind_prefill if kind is StepKind.GUESS_PREFILL else guessing.behind_decode
+        how = (self.part, layouts, self.shapes.num_ahead, matmul_precision(self._dtype))
+        specs = jax.tree.map(lambda leaf: leaf.sharding.spec, self._draft.weights)
+        given = (specs, self.shards.pages, *[BY_PARTITION] * 4)
+        return self._jitted(functools.partial(body, *how), given, (self.shards.pages, BY_PARTITION), donated=(1,))
 
     def _step_program(self, read: bodies.StepInput, layout: StepLayout) -> Any:
         """The model's own: it reads tokens and writes pages, and on the last stage logits."""
@@ -231,7 +267,8 @@ class Blueprint:
         hidden = () if part.is_first else (BY_PARTITION,)
         given = (self._weight_specs, state.pages, state.logits, state.last_token, BY_PARTITION, *hidden)
         result = PartitionSpec() if part.is_last and not read.gives_rows else BY_PARTITION
-        return self._jitted(body, given, (state.pages, state.logits, result), donated=(1, 2))
+        features = None if part.draft is None else BY_PARTITION
+        return self._jitted(body, given, (state.pages, state.logits, result, features), donated=(1, 2))
 
     @property
     def _weight_specs(self) -> Any:

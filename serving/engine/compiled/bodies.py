@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from moonshard.kv.block_shards import BlockShards
 from moonshard.kv.pages import Pages, gather_blocks, scatter_blocks
+from moonshard.models.draft import features_of
 from moonshard.models.model import Batch
 from moonshard.serving.engine.compiled.stage_model import StageModel
 from moonshard.serving.engine.draws import Fields
@@ -74,14 +75,16 @@ def run(
     last_token: jax.Array | None,
     packed: jax.Array,
     *hidden: jax.Array,
-) -> tuple[Pages, jax.Array | None, jax.Array]:
+) -> tuple[Pages, jax.Array | None, jax.Array, jax.Array | None]:
     """Runs a stage's layers; returns the pages with their KV. On the last stage also returns the logits of the rows
     that are drawn for, written over the first of `logits`, and a number: all outputs of a program are ready at once. On
-    other stages there are no logits, and the activations come instead of the number, as where `read` gives rows.
+    other stages there are no logits, and the activations come instead of the number, as where `read` gives rows. Last
+    what a draft model reads of it, where there is one.
     """
     f = layout.unpack(packed[0])
+    draft = None if part.draft is None else part.draft.model
     with jax.default_matmul_precision(precision):
-        out, pages, _ = part.model.forward(
+        out, pages, seen = part.model.forward(
             weights,
             pages,
             read.batch(last_token, f),
@@ -93,16 +96,18 @@ def run(
             chunk_tokens=read.chunk_tokens(f),
             attention=part.attention,
             expanded=part.expanded,
+            taps=() if draft is None else draft.taps,
         )
         if logits is None:
-            return pages, None, out
+            return pages, None, out, None
         drawn_for = read.drawn_for(out.reshape(-1, out.shape[-1]), f)
         found = part.model.unembed(
             weights, drawn_for.reshape(-1, drawn_for.shape[-1]), part.shard, machine=part.machine
         )
     found = found.reshape(*drawn_for.shape[:-1], -1)
     logits = jax.lax.dynamic_update_slice(logits, found, (0, 0, 0))
-    return pages, logits, out if read.gives_rows else jnp.int32(0)
+    features = None if draft is None else features_of(draft, out, seen)
+    return pages, logits, out if read.gives_rows else jnp.int32(0), features
 
 
 def copy(

@@ -12,8 +12,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from moonshard.serving.engine.compiled.blueprint import Blueprint
-from moonshard.serving.engine.steps import ProgramKey, StepKind, StepShapes, smallest
+from moonshard.serving.engine.steps import GUESSES, ProgramKey, StepKind, StepShapes, smallest
 
+_DECODES = (StepKind.DECODE, StepKind.VERIFY)
+_STEPS = {guess: kind for kind, guess in GUESSES.items()}
 MIN_ASKED = 3  # a size that comes once is no reason to compile for it
 
 
@@ -63,8 +65,8 @@ class PreparedPrograms:
     def firsts(self) -> tuple[Wanted, ...]:
         """Of `others` those that serve a short first request: a prefill of one row, and the smallest decodes."""
         q_tile, decodes = self.shapes.q_tile, self.shapes.decode_buckets
-        kinds = (StepKind.DECODE, StepKind.VERIFY)
-        keys = {(StepKind.PREFILL, q_tile), *((kind, size) for kind in kinds for size in decodes[:1])}
+        short = [(StepKind.PREFILL, q_tile), *((kind, decodes[0]) for kind in _DECODES if decodes)]
+        keys = {(kind, size) for own, size in short for kind in (own, GUESSES[own])}
         return tuple(wanted for wanted in self.others if wanted.key in keys)
 
     def _wanted(self) -> Iterator[Wanted]:
@@ -94,8 +96,17 @@ class PreparedPrograms:
         kind, bucket = wanted.key
         with self._taking:
             self._taken.add((wanted.stage, wanted.key))
-            if kind in self._ready and all((index, wanted.key) in self._taken for index in range(len(self.blueprints))):
+            kind = _STEPS.get(kind, kind)
+            if kind in self._ready and self._is_whole(kind, bucket):
                 self._ready |= {kind: tuple(sorted({*self._ready[kind], bucket}))}
+
+    def _is_whole(self, kind: StepKind, bucket: int) -> bool:
+        """Whether every stage has its program, and what guesses behind it where something does."""
+        keys = [(kind, bucket)]
+        if GUESSES.get(kind) in self._sizes:
+            keys.append((GUESSES[kind], bucket))
+        stages = range(len(self.blueprints))
+        return all((index, key) in self._taken for index in stages for key in keys)
 
     def bucket_for(self, kind: StepKind, size: int) -> int:
         """The smallest bucket that is there and holds `size`.

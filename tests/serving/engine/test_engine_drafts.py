@@ -14,6 +14,7 @@ from moonshard.serving.control.sampling_parameters import Sampling
 from moonshard.sharding.shard import Shard
 from tests.agreement import assert_drawn_from, assert_same_tokens, reference
 from tests.engine_room import Run, long_text, request, serve
+from tests.serving.control.batching.stepping import WithoutModel
 from tests.serving.engine.test_engine_grammars import END_IDS, JSON, LETTERS, assert_keeps_to, constrained
 from tests.serving.engine.test_engine_meshes import FEW
 
@@ -21,7 +22,7 @@ pytestmark = pytest.mark.xdist_group("jax")
 Q_LEN = 4
 
 
-class Script:
+class Script(WithoutModel):
     """Guesses what `guess` says of a choice's tokens so far."""
 
     def __init__(self, guess: Callable[[Sequence[int], int], Sequence[int]]):

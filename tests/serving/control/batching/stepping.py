@@ -26,7 +26,17 @@ def a_scheduler(num_partitions: int = 1, num_blocks: int = 64, **changes: float)
     return Scheduler(replace(config, **changes), pool, lambda request, choice: Guesser())
 
 
-class Guesser:
+class WithoutModel:
+    """The part of a drafter that has no model."""
+
+    def num_ahead(self, num_generated: int) -> int:
+        return 0
+
+    def follow(self, num_generated: int, guesses: tuple[int, ...]) -> None:
+        raise AssertionError("nobody asked a model")
+
+
+class Guesser(WithoutModel):
     """Always guesses as many tokens as a row may have."""
 
     def is_eager(self, num_generated: int) -> bool:
