@@ -168,8 +168,8 @@ class StepShapes:
     @property
     def score_buckets(self) -> tuple[int, ...]:
         """Of the prefills whose prompts can be scored: one row and the largest, since few requests ask for it."""
-        largest = self.prefill_buckets[-1]
-        return tuple(bucket for bucket in self.prefill_buckets if bucket in (self.q_tile, largest))
+        sizes = (self.q_tile, *self.prefill_buckets[-1:])
+        return tuple(bucket for bucket in self.prefill_buckets if bucket in sizes)
 
     @property
     def programs(self) -> tuple[ProgramKey, ...]:
