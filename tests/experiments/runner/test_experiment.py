@@ -111,7 +111,7 @@ def test_paths_are_beside_the_file_and_those_of_the_command_line_beside_the_call
         ),
         ("sweep.workload.rat_per_s=[1]", "sweep.workload.rat_per_s: unknown key; did you mean rate_per_s?"),
         ("sweep.workload.num_sessions=[1]", "workload.num_sessions: unknown key; did you mean workload.num_clients?"),
-        ("sweep.server.zzz=[1]", "sweep.server.zzz: unknown key; there are cluster, decode, gateway, "),
+        ("sweep.server.zzz=[1]", "sweep.server.zzz: unknown key; there are batches, cluster, decode, gateway, "),
         ("points=[{server={mod=1}}]", "points.server.mod: unknown key; did you mean mode?"),
         ("sweep.workload.rate_per_s=[]", "sweep.workload.rate_per_s: no values"),
         ("sweep.workload.rate_per_s=1", "sweep.workload.rate_per_s: expected a list of values"),

@@ -58,8 +58,8 @@ async def test_choices_of_one_handoff_have_places_of_their_own():
 async def test_a_first_token_that_cannot_be_drawn_ends_its_handoff_and_no_worker(monkeypatch: pytest.MonkeyPatch):
     compute, spoilt = late_masks.Masks.compute, list[late_masks.Place]()
 
-    def compute_and_fail(masks: late_masks.Masks, rows: list[late_masks.Row]) -> np.ndarray:
-        found = compute(masks, rows)
+    def compute_and_fail(masks: late_masks.Masks, rows: list[late_masks.Row], q_len: int = 1) -> np.ndarray:
+        found = compute(masks, rows, q_len)
         if not spoilt:
             spoilt.append(rows[0].place)
             rows[0].place.fault = "it is too complex"

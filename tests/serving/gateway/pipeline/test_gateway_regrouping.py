@@ -125,6 +125,8 @@ def told(asked: Asked, outputs: list[SequenceOutput]) -> tuple[dict[str, Any], d
     """The whole choice, and what the stream of the same events adds up to."""
     form = ChatFormat(TOKENIZER)
     choice, whole, chunks, stream = asked.choice(), Whole(ENVELOPE, form), Chunks(ENVELOPE, form), b""
+    for tell in (whole.add, chunks.set_prompt):
+        tell(pb.TokenIds(ids=[1]))
     for output in outputs:
         delta = choice.accept(output)
         if delta is None:

@@ -77,6 +77,7 @@ async def test_every_metric_moves_in_a_run_that_does_everything(
     worker.load.num_preemptions = 2
     worker.load.wasted_tokens = 4
     worker.load.overlapped_steps = 5
+    worker.load.num_drafts, worker.load.draft_tokens, worker.load.accepted_tokens = 2, 5, 3
     worker.load.num_lost_spans = 7
     worker.load.num_lost_rows = 8
     worker.load.num_compilations = 6
