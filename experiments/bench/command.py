@@ -41,6 +41,7 @@ from moonshard.experiments.bench.serving.constrained import measure_constrained
 from moonshard.experiments.bench.serving.failover import measure_failover
 from moonshard.experiments.bench.serving.handoff import measure_handoffs
 from moonshard.experiments.bench.serving.served import measure_after, measure_served
+from moonshard.experiments.bench.serving.speculation import measure_speculation
 from moonshard.experiments.bench.serving.starts import measure_cold, measure_start, with_cache
 from moonshard.experiments.bench.sizes.measure import measure_sizes
 from moonshard.experiments.bench.steps.device import Job, Part
@@ -65,7 +66,16 @@ from moonshard.serving.config.reading import as_overrides, leaves, load_config
 
 Whole = Literal["served", "disaggregated"]  # the whole stack, aggregated or not
 Apart = Literal[
-    "transports", "handoff", "meshes", "routing", "gateway", "recording", "arrangements", "failover", "constrained"
+    "transports",
+    "handoff",
+    "meshes",
+    "routing",
+    "gateway",
+    "recording",
+    "arrangements",
+    "failover",
+    "constrained",
+    "speculation",
 ]  # each with processes of its own
 Real = Literal[
     "peers", "profile", "formats", "sizes"
@@ -77,7 +87,7 @@ MODES: Mapping[Whole, Mode] = {"served": "aggregated", "disaggregated": "disaggr
 SERVED: tuple[Whole, ...] = ("served", "disaggregated")
 APART: tuple[Apart, ...] = (
     *("transports", "handoff", "meshes", "routing", "gateway", "recording", "arrangements", "failover"),
-    "constrained",
+    *("constrained", "speculation"),
 )
 FAULTS = (ServerFailed, TransportUnavailable, CheckpointError, ModelError, OSError, subprocess.CalledProcessError)
 PIPED_WIDTH = 170  # characters; a terminal has its own
@@ -105,8 +115,8 @@ def bench(
         out: where the JSON goes, and the tables as Markdown.
         quick: one round with few starts; a minute or two.
         only: measure only these parts: steps, engine, kv, start, served, disaggregated, huggingface, transports,
-            handoff, meshes, routing, gateway, recording, arrangements, failover, constrained, peers, profile, formats,
-            sizes.
+            handoff, meshes, routing, gateway, recording, arrangements, failover, constrained, speculation, peers, profile,
+            formats, sizes.
         trace: for routing: what to replay, in Mooncake's format; without one sessions of agents that are made up.
         peer: for peers: another OpenAI-compatible server that runs already and serves the same checkpoint, with the
             name of its column. May be repeated.
@@ -262,6 +272,8 @@ class _BenchRun:
                 return measure_arrangements(self.config, self.plan, self.environment)
             case "constrained":
                 return measure_constrained(self.config, self.plan, self.environment)
+            case "speculation":
+                return measure_speculation(self.config, self.plan, self.environment)
             case _:
                 return measure_failover(self.config, self.plan, self.environment)
 

@@ -20,6 +20,7 @@ from moonshard.experiments.bench.serving.arrangements import arrangement_grid
 from moonshard.experiments.bench.serving.constrained import constrained_grid
 from moonshard.experiments.bench.serving.failover import failover_grid
 from moonshard.experiments.bench.serving.handoff import handoff_grid
+from moonshard.experiments.bench.serving.speculation import speculation_grid
 from moonshard.experiments.bench.sizes.record import TriedSizes
 from moonshard.experiments.bench.sizes.table import sizes_grid
 from moonshard.experiments.bench.transfer.transport_rows import transport_grid
@@ -46,6 +47,7 @@ LAID_OUT = (
     arrangement_grid,
     failover_grid,
     constrained_grid,
+    speculation_grid,
 )  # those whose figures stand side by side
 COLUMNS = ("what", "unit", "p50", "p90", "p99", "min to max", "n", "Hugging Face", "times faster", "than their best")
 

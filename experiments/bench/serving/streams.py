@@ -18,6 +18,8 @@ import httpx
 from moonshard.rpc.client import AsyncClient
 from moonshard.rpc.types import GenerateOptions, StructuredOutputs, Timing
 
+TURN_TOKENS = 160  # of an answer, at most
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Seen:
@@ -67,6 +69,19 @@ async def ask_grpc(
             arrivals_ns += [time.perf_counter_ns()] * len(delta.token_ids)
         ended_ns = time.perf_counter_ns()
     return Seen(sent_ns=sent_ns, arrivals_ns=tuple(arrivals_ns), ended_ns=ended_ns, timing=stream.summary.timing)
+
+
+async def ask_turn(client: AsyncClient, prompt: Sequence[int]) -> tuple[Seen, tuple[int, ...]]:
+    """One streamed turn over gRPC, greedy, to its end; and the tokens that were said. RequestError if it is refused."""
+    arrivals_ns, tokens = list[int](), list[int]()
+    sent_ns = time.perf_counter_ns()
+    async with client.stream(prompt, temperature=0.0, max_tokens=TURN_TOKENS) as stream:
+        async for delta in stream:
+            arrivals_ns += [time.perf_counter_ns()] * len(delta.token_ids)
+            tokens += delta.token_ids
+        ended_ns = time.perf_counter_ns()
+    seen = Seen(sent_ns=sent_ns, arrivals_ns=tuple(arrivals_ns), ended_ns=ended_ns, timing=stream.summary.timing)
+    return seen, tuple(tokens)
 
 
 async def ask_http(http: httpx.AsyncClient, model: str, prompt: Sequence[int], max_tokens: int) -> Seen:

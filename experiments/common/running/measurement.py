@@ -18,6 +18,7 @@ Level = Literal[
     "handoff",
     "meshes",
     "routing",
+    "speculation",
     "gateway",
     "recording",
     "arrangements",
@@ -78,6 +79,7 @@ class Plan:
     long_prompt_tokens: int = 2048
     long_prompt_every_s: float = 1.0  # at least; where one takes long to prefill, more
     constrained_rounds: int = 3
+    speculation_turns: int = 16  # of each kind
     kills: int = 4
     sizes_repeats: int = 7  # of every candidate
     killed_tokens: int = 512  # each stream's, long enough to be there when its worker is killed
@@ -108,6 +110,7 @@ QUICK = Plan(
     row_repeats=2,
     arrangement_rounds=1,
     constrained_rounds=1,
+    speculation_turns=8,
     kills=2,
     sizes_repeats=2,
 )
