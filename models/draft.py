@@ -77,8 +77,15 @@ class Draft(Protocol):
         """One group, of one layer. Its number of features may be another than the target's."""
         ...
 
+    def num_page_layers(self, num_features: int) -> int:
+        """How many layers its KV takes in pages whose tokens have so many features a layer.
+
+        ModelError where it cannot lie there.
+        """
+        ...
+
     def in_layers_of(self, page_layer: int) -> "Draft":
-        """The same draft, whose KV begins in that layer of the pages; see `num_page_layers`."""
+        """The same draft, whose KV begins in that layer of the pages."""
         ...
 
     def extend(
@@ -118,19 +125,15 @@ class Draft(Protocol):
         """As `extend`, of rows that read the hidden state of the row before them instead of the target."""
         ...
 
-    def logits(self, weights: Any, hidden: Float[Array, "b d"], shard: Shard = ALONE) -> Float[Array, "b v"]:
+    def logits(
+        self, weights: Any, hidden: Float[Array, "b d"], shard: Shard = ALONE, *, machine: Machine = XLA
+    ) -> Float[Array, "b v"]:
         """Of the draft's own vocabulary, in float32."""
         ...
 
     def token_of(self, weights: Any, guessed: Int[Array, "*b"]) -> Int[Array, "*b"]:
         """The target's tokens that are guessed by these numbers of the draft's vocabulary."""
         ...
-
-
-def num_page_layers(draft: Draft, target: KvGroup) -> int:
-    """How many layers of a target's pages hold a draft's KV: tokens may have more features than one layer has."""
-    (own,) = draft.kv_groups(target.dtype)
-    return -(-own.num_features // target.num_features)
 
 
 def features_of(draft: Draft, hidden: Float[Array, "n t d"], seen: Observations | None) -> Float[Array, "n t f"]:
@@ -145,9 +148,11 @@ def features_of(draft: Draft, hidden: Float[Array, "n t d"], seen: Observations 
     return seen.tapped.reshape(*seen.tapped.shape[:2], -1)
 
 
-def best_guess(draft: Draft, weights: Any, hidden: Float[Array, "b d"], shard: Shard = ALONE) -> Int[Array, "b"]:
+def best_guess(
+    draft: Draft, weights: Any, hidden: Float[Array, "b d"], shard: Shard = ALONE, machine: Machine = XLA
+) -> Int[Array, "b"]:
     """The likeliest token after each row, of the target's vocabulary."""
-    guessed = draft.logits(weights, hidden, shard).argmax(axis=-1).astype(jnp.int32)
+    guessed = draft.logits(weights, hidden, shard, machine=machine).argmax(axis=-1).astype(jnp.int32)
     return draft.token_of(weights, guessed)
 
 
@@ -190,11 +195,11 @@ def chain(
         batch = Batch(tokens=token[:, None], positions=own[:, None], block_tables=block_tables)
         how = {"shard": shard, "machine": machine, "backend": backend}
         after, pages = draft.step(weights, pages, batch, hidden[:, None], **how)
-        token = best_guess(draft, weights, after[:, 0], shard)
+        token = best_guess(draft, weights, after[:, 0], shard, machine)
         return found.at[ahead].set(token), token, after[:, 0], pages
 
     first = jax.lax.cond(
-        wanted > 0, lambda: best_guess(draft, weights, hidden, shard), lambda: jnp.zeros_like(positions)
+        wanted > 0, lambda: best_guess(draft, weights, hidden, shard, machine), lambda: jnp.zeros_like(positions)
     )
     found = jnp.zeros((num_tokens, len(positions)), jnp.int32).at[0].set(first)
     found, _, _, pages = jax.lax.fori_loop(1, wanted, further, (found, first, hidden, pages))

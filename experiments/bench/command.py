@@ -115,8 +115,8 @@ def bench(
         out: where the JSON goes, and the tables as Markdown.
         quick: one round with few starts; a minute or two.
         only: measure only these parts: steps, engine, kv, start, served, disaggregated, huggingface, transports,
-            handoff, meshes, routing, gateway, recording, arrangements, failover, constrained, speculation, peers, profile,
-            formats, sizes.
+            handoff, meshes, routing, gateway, recording, arrangements, failover, constrained, speculation, peers,
+            profile, formats, sizes.
         trace: for routing: what to replay, in Mooncake's format; without one sessions of agents that are made up.
         peer: for peers: another OpenAI-compatible server that runs already and serves the same checkpoint, with the
             name of its column. May be repeated.

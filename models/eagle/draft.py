@@ -7,12 +7,12 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from moonshard.kv.pages import Pages, write_tokens
+from moonshard.kv.pages import Pages
 from moonshard.models.draft import Tables
 from moonshard.models.eagle import forward, weights
-from moonshard.models.eagle.attention import grouped_attention, in_layers
+from moonshard.models.eagle.attention import PagedHeads, grouped_attention
 from moonshard.models.eagle.config import EagleConfig, LlamaShape
-from moonshard.models.eagle.weights import EagleWeights, LlamaAttention, Stored
+from moonshard.models.eagle.weights import EagleWeights, LlamaAttention, Stored, in_place
 from moonshard.models.experts import moe
 from moonshard.models.kimi.forward import absorbed, attend_paged, cos_and_sin, expanded_in_xla, self_attention
 from moonshard.models.machines import XLA, Machine
@@ -68,6 +68,14 @@ class Eagle:
         num_features = shape.num_features if isinstance(shape, LlamaShape) else shape.latent_size
         return (KvGroup(name="draft", layers=(0,), num_features=num_features, dtype=dtype),)
 
+    def num_page_layers(self, num_features: int) -> int:
+        shape = self.config.attention
+        if isinstance(shape, LlamaShape):
+            return _heads(shape, num_features, self.page_layer).num_layers
+        if shape.latent_size != num_features:
+            raise ModelError(f"a draft whose latents have {shape.latent_size} values, and the target's {num_features}")
+        return 1
+
     def in_layers_of(self, page_layer: int) -> "Eagle":
         return replace(self, page_layer=page_layer)
 
@@ -82,7 +90,8 @@ class Eagle:
         machine: Machine = XLA,
         backend: moe.Backend = moe.blocks,
     ) -> tuple[Float[Array, "n t d"], Pages]:
-        fused = forward.fused(self.config, weights, features)
+        placed = in_place(weights, machine.kernel_rows) if machine.reads_in_place else weights
+        fused = forward.fused(self.config, placed, features)
         return self.step(weights, pages, batch, fused, shard=shard, machine=machine, backend=backend)
 
     def step(
@@ -98,6 +107,8 @@ class Eagle:
     ) -> tuple[Float[Array, "n t d"], Pages]:
         """A step is an extension whose hidden states are no target's: `backend` is not asked, there are no experts."""
         del backend
+        if machine.reads_in_place:
+            weights = in_place(weights, machine.kernel_rows)
         over_pages = self._over_pages(weights, pages, batch, shard, machine)
         written: list[Pages] = []
 
@@ -110,8 +121,15 @@ class Eagle:
         return found, written[0]
 
     def logits(
-        self, weights: EagleWeights[Array], hidden: Float[Array, "b d"], shard: Shard = ALONE
+        self,
+        weights: EagleWeights[Array],
+        hidden: Float[Array, "b d"],
+        shard: Shard = ALONE,
+        *,
+        machine: Machine = XLA,
     ) -> Float[Array, "b v"]:
+        if machine.reads_in_place:
+            weights = in_place(weights, machine.kernel_rows)
         return forward.logits(self.config, weights, hidden, shard)
 
     def token_of(self, weights: EagleWeights[Array], guessed: Int[Array, "*b"]) -> Int[Array, "*b"]:
@@ -156,8 +174,11 @@ def _llama(
 ) -> tuple[Float[Array, "n t d"], Pages]:
     tables, positions = batch.block_tables[:, 0], batch.positions
     queries, keys, values = forward.project(shape, w, both, positions)
-    features = jnp.concatenate([each.reshape(*positions.shape, -1) for each in (keys, values)], axis=-1)
-    for index, part in enumerate(in_layers(features, pages.shape[-1])):
-        pages = write_tokens(pages, jnp.int32(page_layer + index), tables, positions, part)
-    how = {"num_kv_heads": shape.num_kv_heads, "keys_per_step": machine.keys, "page_layer": page_layer}
-    return forward.joined(w, grouped_attention(queries, pages, tables, positions, **how)), pages
+    heads = _heads(shape, pages.shape[-1], page_layer)
+    pages = heads.write(pages, tables, positions, keys, values)
+    return forward.joined(w, grouped_attention(queries, pages, tables, positions, heads, machine)), pages
+
+
+def _heads(shape: LlamaShape, num_features: int, page_layer: int) -> PagedHeads:
+    sizes = {"num_heads": shape.num_kv_heads, "head_dim": shape.head_dim, "num_features": num_features}
+    return PagedHeads(**sizes, first_layer=page_layer)

@@ -5,11 +5,16 @@ after it are whole on every device. Einsum alphabet: t query position, d embed, 
 f ffw, v vocab.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+
 from moonshard.models.eagle.config import EagleConfig, LlamaShape
+from moonshard.models.formats.quantised import Quantised, Weight
 from moonshard.models.kimi.weights import Attention, Mlp, declare_attention
+from moonshard.models.product import Stacked
 from moonshard.models.pytree import pytree
 from moonshard.models.spec import Param, View
 
@@ -87,6 +92,19 @@ def declare(config: EagleConfig, stored: Stored) -> EagleWeights[Param]:
         if stored.has_targets
         else None,
     )
+
+
+def in_place(w: EagleWeights[Any], max_rows: int) -> EagleWeights[Any]:
+    """Those that `product` takes as they lie, for up to `max_rows`, as the kernels of `models.native` read them."""
+
+    def placed(leaf: Weight | None) -> Any:
+        is_matrix = leaf is not None and not isinstance(leaf, Stacked) and leaf.ndim > 1
+        return Stacked(jax.tree.map(lambda part: part[None], leaf), jnp.int32(0), max_rows) if is_matrix else leaf
+
+    def all_placed(tree: Any) -> Any:
+        return jax.tree.map(placed, tree, is_leaf=lambda leaf: isinstance(leaf, Quantised | Stacked))
+
+    return replace(w, fc=placed(w.fc), attention=all_placed(w.attention), mlp=all_placed(w.mlp), head=placed(w.head))
 
 
 def _matrix(name: str, shape: tuple[int, ...], axes: tuple[str | None, ...], **options: Any) -> Param:

@@ -18,7 +18,7 @@ from moonshard.models.kimi.config import KimiConfig
 from moonshard.models.kimi.weights import Weights
 from moonshard.models.machines import XLA, Machine
 from moonshard.models.model import Batch
-from moonshard.models.product import product
+from moonshard.models.product import Stacked, product
 from moonshard.models.pytree import pytree
 from moonshard.models.spec import KvGroup, Param
 from moonshard.sharding.arrays import Array, Float, Int
@@ -99,6 +99,10 @@ class Mtp:
     def kv_groups(self, dtype: str) -> tuple[KvGroup, ...]:
         return (KvGroup(name="draft", layers=(0,), num_features=self.config.latent_size, dtype=dtype),)
 
+    def num_page_layers(self, num_features: int) -> int:
+        del num_features  # its latents are the target's
+        return 1
+
     def in_layers_of(self, page_layer: int) -> "Mtp":
         return replace(self, page_layer=page_layer)
 
@@ -138,10 +142,17 @@ class Mtp:
         return forward.rms_norm(found, weights.norm, eps), pages
 
     def logits(
-        self, weights: MtpWeights[Array], hidden: Float[Array, "b d"], shard: Shard = ALONE
+        self,
+        weights: MtpWeights[Array],
+        hidden: Float[Array, "b d"],
+        shard: Shard = ALONE,
+        *,
+        machine: Machine = XLA,
     ) -> Float[Array, "b v"]:
-        assert weights.head is not None  # its own, or the target's
-        return shard.gather(product("bd,vd->bv", hidden, weights.head, accumulate=jnp.float32), "vocab")
+        head = weights.head
+        assert head is not None  # its own, or the target's
+        given = Stacked(head[None], jnp.int32(0), machine.kernel_rows) if machine.reads_in_place else head
+        return shard.gather(product("bd,vd->bv", hidden, given, accumulate=jnp.float32), "vocab")
 
     def token_of(self, weights: MtpWeights[Array], guessed: Int[Array, "*b"]) -> Int[Array, "*b"]:
         del weights

@@ -6,7 +6,7 @@ from typing import Any
 from jax.sharding import Mesh
 
 from moonshard.models import weights
-from moonshard.models.draft import Draft, num_page_layers
+from moonshard.models.draft import Draft
 from moonshard.models.folder.checkpoint import Checkpoint
 from moonshard.models.formats.stored import TensorSource
 from moonshard.models.model import Model
@@ -19,29 +19,38 @@ from moonshard.sharding.shard import Shard
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OpenDraft:
-    """A draft whose tensors fit its declaration. Its weights are in what is computed in."""
+    """A draft whose tensors fit its declaration, and how its weights are held."""
 
     model: Draft
     tensors: TensorSource
     target: KvGroup
     dtype: str
+    holding: weights.Holding | None = None
 
     def behind(self, layers: range, target: Any, mesh: Mesh, shard: Shard) -> StageDraft:
         """Behind these layers, which are all, with shapes for weights. `target`: its weights, for tables to borrow."""
-        own = weights.abstract(self.model.declare(), self.dtype, mesh, shard.rules)
+        how = {"source": self.tensors, "holding": self.holding}
+        own = weights.abstract(self.model.declare(), self.dtype, mesh, shard.rules, **how)
         return StageDraft(
             model=self.model.in_layers_of(page_layers([self.target], layers)),
             weights=self.model.lend(own, target),
-            num_page_layers=num_page_layers(self.model, self.target),
+            num_page_layers=self.model.num_page_layers(self.target.num_features),
         )
 
     def load(self, target: Any, mesh: Mesh, shard: Shard) -> Any:
         """Its weights, with the tables of `target` that it borrows."""
-        own = weights.load(self.model.declare(), self.tensors, self.dtype, mesh, shard.rules)
+        own = weights.load(self.model.declare(), self.tensors, self.dtype, mesh, shard.rules, holding=self.holding)
         return self.model.lend(own, target)
 
 
-def open_draft_of(config: Config, shard: Shard, model: Model, checkpoint: Checkpoint, dtype: str) -> OpenDraft | None:
+def open_draft_of(
+    config: Config,
+    shard: Shard,
+    model: Model,
+    checkpoint: Checkpoint,
+    dtype: str,
+    holding: weights.Holding | None = None,
+) -> OpenDraft | None:
     """The draft that a configuration asks for; None where it asks for none.
 
     Raises:
@@ -58,4 +67,4 @@ def open_draft_of(config: Config, shard: Shard, model: Model, checkpoint: Checkp
     if shard.num_parts("kv_tokens") > 1 and not draft.cuts_tokens:
         what = "a draft with Llama's attention keeps no KV whose blocks are cut over devices"
         raise ConfigError([f"speculation.path: {what} (context parallelism)"])
-    return OpenDraft(model=draft, tensors=tensors, target=group, dtype=dtype)
+    return OpenDraft(model=draft, tensors=tensors, target=group, dtype=dtype, holding=holding)

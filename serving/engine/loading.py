@@ -165,7 +165,7 @@ def _load_model(
         placement = _place_experts(config, role, checkpoint, model, shard)
         machine = machine or machine_for(platform)
         holding = holding_of(config, machine)
-        draft = open_draft_of(config, shard, model, checkpoint, dtype)
+        draft = open_draft_of(config, shard, model, checkpoint, dtype, holding)
         parts = abstract_stages(model, shard, dtype, placement, checkpoint, holding, machine, draft)
         tell_how_weights_are_held(config, holding, machine, platform, dtype, [part.weights for part in parts])
         taken = WeightBytes.of((part.weights, part.draft and part.draft.weights) for part in parts)

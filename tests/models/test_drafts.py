@@ -1,5 +1,6 @@
 """Drafts against recorded references, and the laws of their rows: pages, padding, chains, tables."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -9,7 +10,7 @@ import pytest
 
 from moonshard.models import weights
 from moonshard.models.draft import Draft
-from moonshard.models.eagle.attention import grouped_attention
+from moonshard.models.eagle.attention import PagedHeads, grouped_attention
 from moonshard.models.eagle.config import EagleConfig
 from moonshard.models.eagle.draft import Eagle
 from moonshard.models.eagle.taps import default_taps, read_taps
@@ -17,7 +18,9 @@ from moonshard.models.eagle.weights import Stored
 from moonshard.models.folder.checkpoint import Checkpoint
 from moonshard.models.folder.config_reader import ConfigReader
 from moonshard.models.folder.writing import Piece, Planned, write_pieces
+from moonshard.models.machines import MACHINES, XLA
 from moonshard.models.model import Batch
+from moonshard.models.native import library
 from moonshard.models.registry import open_draft, open_model
 from moonshard.models.spec import ModelError
 from moonshard.sharding.mesh import build_mesh
@@ -171,29 +174,34 @@ def test_a_chain_at_the_end_of_its_table_overwrites_nothing(make, raw, tmp_path)
     np.testing.assert_array_equal(np.asarray(drafting.pages), before)
 
 
-@pytest.mark.parametrize("keys_per_step", [8, 24, 256])
-def test_grouped_attention_over_pages_is_softmax_over_what_was_written(keys_per_step):
+MACHINES_HERE = {f"{keys} keys": replace(XLA, keys=keys) for keys in (8, 24, 256)}
+if library.chosen() is not None:
+    MACHINES_HERE["kernel"] = MACHINES["sse4"]  # it takes the best instructions that there are
+PLACES = {"two heads a layer": 128, "one and a rest": 80, "one": 64, "across layers": 40}
+
+
+@pytest.mark.parametrize("machine", MACHINES_HERE.values(), ids=list(MACHINES_HERE))
+@pytest.mark.parametrize("num_features", PLACES.values(), ids=list(PLACES))
+def test_grouped_attention_over_pages_is_softmax_over_what_was_written(machine, num_features):
     random = np.random.default_rng(4)
-    count, groups, size = 43, 2, 16
-    features = random.normal(size=(count, 2, groups, size))
-    table = random.permutation(9)[:6]
-    pages = random.normal(size=(9, 1, 8, 2 * groups * size))
-    for position in range(count):
-        pages[table[position // 8], 0, position % 8] = features[position].reshape(-1)
-    queries, at = random.normal(size=(3, 4, size)), np.array([42, 5, 17])
-    found = grouped_attention(
-        jnp.asarray(queries[None], jnp.float32),
-        jnp.asarray(pages, jnp.float32),
-        jnp.asarray(table[None], jnp.int32),
-        jnp.asarray(at[None], jnp.int32),
-        num_kv_heads=groups,
-        keys_per_step=keys_per_step,
-    )[0]
-    for row, position in enumerate(at):
-        for head in range(4):
-            keys, values = (features[: position + 1, part, head // 2] for part in (0, 1))
-            weights = np.exp(keys @ queries[row, head] * size**-0.5)
-            np.testing.assert_allclose(found[row, head], weights @ values / weights.sum(), atol=1e-5)
+    count, groups, size = 43, 3, 32
+    heads = PagedHeads(num_heads=groups, head_dim=size, num_features=num_features, first_layer=1)
+    keys, values = random.normal(size=(2, count, groups, size)).astype(np.float32)
+    table = jnp.asarray(random.permutation(9)[None, :6], jnp.int32)
+    everywhere = jnp.arange(count, dtype=jnp.int32)[None]
+    pages = jnp.asarray(random.normal(size=(9, 1 + heads.num_layers, 8, num_features)), jnp.float32)
+    untouched = np.asarray(pages[:, 0])
+    pages = heads.write(pages, table, everywhere, jnp.asarray(keys[None]), jnp.asarray(values[None]))
+    np.testing.assert_array_equal(np.asarray(pages[:, 0]), untouched)
+    queries, at = random.normal(size=(4, 2 * groups, size)), np.array([42, 5, 17, -1])
+    given = (jnp.asarray(queries[None], jnp.float32), pages, table, jnp.asarray(at[None], jnp.int32))
+    found = grouped_attention(*given, heads, machine)[0]
+    for row, position in enumerate(at[:3]):
+        for head in range(2 * groups):
+            seen, mixed = (each[: position + 1, head // 2] for each in (keys, values))
+            weights = np.exp(seen @ queries[row, head] * size**-0.5)
+            np.testing.assert_allclose(found[row, head], weights @ mixed / weights.sum(), atol=1e-5)
+    np.testing.assert_array_equal(found[3], 0)
 
 
 def numpy_latent_row(drafting: Drafting, tokens: np.ndarray, features: np.ndarray) -> np.ndarray:
