@@ -83,6 +83,7 @@ def source_files() -> list[Path]:
         "engine/steps",
         "engine/compiled/blueprint",
         "engine/compiled/bodies",
+        "engine/compiled/guessing",
         "engine/compiled/stage_model",
         "engine/compiled/preparation",
         "engine/compiled/digest",

@@ -247,6 +247,39 @@ def test_a_model_folder_that_is_not_there_is_named(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
+    ("overrides", "fault"),
+    [
+        (['speculation.method=["eagle3", "mtp"]'], "speculation.method: eagle3 and mtp are two draft models; name one"),
+        (['speculation.method=["lookup", "lookup"]'], "speculation.method: lookup is named twice"),
+        (
+            ["speculation.method=lookup", "speculation.path=/drafts"],
+            "speculation.path: only eagle3 has a folder of its own; see speculation.method",
+        ),
+        (
+            ["speculation.method=eagle3", "decode.mesh={pipe=2}"],
+            "speculation.method: eagle3 needs all layers in one stage, and decode.mesh.pipe is 2",
+        ),
+    ],
+)
+def test_guesses_that_do_not_fit_together_are_named(overrides: list[str], fault: str):
+    assert fault in faults(None, *overrides)
+
+
+def test_another_model_needs_a_draft_of_its_own(tmp_path: Path):
+    (tmp_path / "config.json").write_text("{}")
+    told = faults(None, f"model.path={tmp_path}", "speculation.method=eagle3")
+    assert told == ("speculation.path: eagle3 needs the folder of a draft for this model",)
+
+
+NAMED = {"none": (), "lookup": ("lookup",), '["grammar", "eagle3"]': ("grammar", "eagle3")}
+
+
+@pytest.mark.parametrize(("said", "methods"), NAMED.items())
+def test_one_method_of_guessing_may_be_named_or_several(said: str, methods: tuple[str, ...]):
+    assert load_config(None, [f"speculation.method={said}"]).speculation.methods == methods
+
+
+@pytest.mark.parametrize(
     ("content", "fault"),
     [(b"a = \n", "line 1"), (b"\xff", "not UTF-8 at byte 0"), (None, "No such file or directory")],
 )

@@ -181,7 +181,7 @@ def test_a_fault_that_reading_finds_ends_the_making_of_programs(monkeypatch: pyt
 def test_a_fault_of_a_program_ends_the_reading(monkeypatch: pytest.MonkeyPatch):
     ended = threading.Event()
 
-    def reads_for_ever(checkpoint, prepared, dtype, holding, progress, timings):
+    def reads_for_ever(checkpoint, prepared, dtype, holding, draft, progress, timings):
         try:
             while True:
                 progress("loading weights 1/2")

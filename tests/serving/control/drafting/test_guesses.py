@@ -1,0 +1,95 @@
+"""What guesses for one sequence, in which order, and how failures make it rest."""
+
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moonshard.serving.control.drafting.guesses import FIRST_REST, LONGEST_REST, Guesses
+from moonshard.serving.control.drafting.lookup import LONGEST, SHORTEST, Lookup
+
+MOST = 3
+
+
+def forced(*tokens: int):
+    return lambda generated, most: tokens[:most]
+
+
+def test_a_draft_model_is_asked_for_nothing_where_there_is_none():
+    assert Guesses(None, None).num_ahead(5) == 0
+    assert Guesses(None, None, MOST).num_ahead(5) == MOST
+
+
+def test_what_a_draft_model_says_counts_only_behind_the_tokens_that_it_followed():
+    guesses = Guesses(None, None, MOST, is_adaptive=False)
+    guesses.follow(2, (7, 8, 9))
+    assert guesses.propose([1], MOST) == ()
+    assert guesses.propose([1, 2], MOST) == (7, 8, 9)
+    assert guesses.propose([1, 2], 2) == (7, 8)
+    assert guesses.propose([1, 2, 3], MOST) == ()
+
+
+@pytest.mark.parametrize(
+    ("alone", "following", "expected"),
+    [
+        ((7,), (7, 8, 9), (7, 8, 9)),  # it goes on from what the grammar alone allows
+        ((7,), (6, 8, 9), (7,)),  # it would have gone elsewhere
+        ((7, 8, 9), (7, 8), (7, 8, 9)),
+        ((), (7, 8, 9), (7, 8, 9)),
+        ((7,), (), (7,)),
+    ],
+)
+def test_the_grammar_goes_before_a_draft_model(alone, following, expected):
+    guesses = Guesses(forced(*alone), None, MOST, is_adaptive=False)
+    guesses.follow(1, following)
+    assert guesses.propose([1], MOST) == expected
+
+
+def test_lookup_goes_on_where_a_draft_model_says_nothing():
+    guesses = Guesses(None, Lookup([1, 2, 3, 4, 5, 1]), MOST, is_adaptive=False)
+    assert guesses.propose([2], MOST) == (3, 4, 5)
+    guesses.follow(1, (8, 9))
+    assert guesses.propose([2], MOST)[:2] == (8, 9)
+
+
+def rests_after_failures(guesses: Guesses, num: int) -> list[int]:
+    """How many tokens it lets pass without a guess, rest by rest, while no guess is right."""
+    rests, count = list[int](), 0
+    while len(rests) < num:
+        guesses.follow(count, (1, 2, 3))
+        assert guesses.propose([0] * count, MOST)
+        guesses.note(MOST, 0)
+        rest = next(rest for rest in range(LONGEST_REST + 1) if guesses.is_eager(count + rest))
+        assert guesses.num_ahead(count) == (0 if rest else MOST)
+        rests += [rest] if rest else []
+        count += max(1, rest)
+    return rests
+
+
+def test_failures_make_it_rest_ever_longer():
+    guesses = Guesses(None, None, MOST)
+    assert rests_after_failures(guesses, 4) == [FIRST_REST, 2 * FIRST_REST, LONGEST_REST, LONGEST_REST]
+    assert guesses.num_ahead(10_000) == MOST
+
+
+def test_where_the_number_is_given_nothing_rests():
+    guesses = Guesses(None, None, MOST, is_adaptive=False)
+    for count in range(50):
+        guesses.follow(count, (1, 2, 3))
+        assert guesses.propose([0] * count, MOST)
+        guesses.note(MOST, 0)
+
+
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=40), st.lists(st.integers(0, 3), max_size=12))
+def test_lookup_finds_what_followed_the_last_place_where_most_of_the_last_tokens_stood(prompt, generated):
+    assert Lookup(prompt).propose(generated, (), MOST) == by_brute_force([*prompt, *generated])
+
+
+def by_brute_force(tokens: Sequence[int]) -> tuple[int, ...]:
+    for length in range(LONGEST, SHORTEST - 1, -1):
+        for end in range(len(tokens) - 1, length - 1, -1):
+            if list(tokens[end - length : end]) == list(tokens[len(tokens) - length :]):
+                repeated = tokens[end:]
+                return tuple(repeated[place % len(repeated)] for place in range(MOST))
+    return ()
