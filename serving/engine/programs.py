@@ -20,7 +20,7 @@ from moonshard.serving.engine.compiled.blueprint import Blueprint
 from moonshard.serving.engine.compiled.prepared import PreparedPrograms
 from moonshard.serving.engine.compiled.stage_model import StageModel
 from moonshard.serving.engine.draws import DRAWN_COLUMNS
-from moonshard.serving.engine.scoring import scored_rows
+from moonshard.serving.engine.scoring.prompts import scored_rows
 from moonshard.serving.engine.stage import Stage
 from moonshard.serving.engine.steps import Step, StepKind, StepShapes
 
@@ -32,9 +32,8 @@ class Launched:
     """A step in flight, and what it gives, still on the devices.
 
     For a step with draws, the packed draws; for one without, what is ready once the step has run. Behind it the packed
-    scores, where there are any. For an
-    export its blocks, by stage; for a land, by stage, a number that is ready once the blocks have landed. Nothing for
-    the kinds whose end nobody waits for.
+    scores, where there are any. For an export its blocks, by stage; for a land, by stage, a number that is ready once
+    the blocks have landed. Nothing for the kinds whose end nobody waits for.
     """
 
     step: Step
