@@ -14,6 +14,7 @@ Guesses are greedy: the law that they were drawn from is one-hot. Which are acce
 Sources: EAGLE-3 (arXiv 2503.01840), section 3; DeepSeek-V3 (arXiv 2412.19437), section 2.2.
 """
 
+from dataclasses import replace
 from typing import Any, Protocol, runtime_checkable
 
 import jax
@@ -66,11 +67,7 @@ class Draft(Protocol):
         ...
 
     def declare(self) -> Any:
-        """A tree of `Param`; None where the target's tables are borrowed."""
-        ...
-
-    def lend(self, weights: Any, target: Tables) -> Any:
-        """The weights with the target's tables, the same arrays, where there are none of its own."""
+        """A tree of `Param` with `embed` and `head`; these are None where the target's are borrowed: see `lend`."""
         ...
 
     def kv_groups(self, dtype: str) -> tuple[KvGroup, ...]:
@@ -134,6 +131,16 @@ class Draft(Protocol):
     def token_of(self, weights: Any, guessed: Int[Array, "*b"]) -> Int[Array, "*b"]:
         """The target's tokens that are guessed by these numbers of the draft's vocabulary."""
         ...
+
+
+def lend(weights: Any, target: Tables) -> Any:
+    """A draft's weights with the target's tables, the same arrays, where there are none of its own."""
+    own_head = weights.head if weights.head is not None else target.head
+    return replace(
+        weights,
+        embed=weights.embed if weights.embed is not None else target.embed,
+        head=own_head if own_head is not None else target.embed,
+    )
 
 
 def features_of(draft: Draft, hidden: Float[Array, "n t d"], seen: Observations | None) -> Float[Array, "n t f"]:

@@ -8,7 +8,6 @@ from typing import Any
 import jax.numpy as jnp
 
 from moonshard.kv.pages import Pages
-from moonshard.models.draft import Tables
 from moonshard.models.eagle import forward, weights
 from moonshard.models.eagle.attention import PagedHeads, grouped_attention
 from moonshard.models.eagle.config import EagleConfig, LlamaShape
@@ -54,14 +53,6 @@ class Eagle:
 
     def declare(self) -> EagleWeights[Param]:
         return weights.declare(self.config, self.stored)
-
-    def lend(self, weights: EagleWeights[Array], target: Tables) -> EagleWeights[Array]:
-        own_head = weights.head if weights.head is not None else target.head
-        return replace(
-            weights,
-            embed=weights.embed if weights.embed is not None else target.embed,
-            head=own_head if own_head is not None else target.embed,
-        )
 
     def kv_groups(self, dtype: str) -> tuple[KvGroup, ...]:
         shape = self.config.attention

@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 import jax.numpy as jnp
 
 from moonshard.kv.pages import Pages
-from moonshard.models.draft import Tables
 from moonshard.models.experts import moe
 from moonshard.models.kimi import forward, weights
 from moonshard.models.kimi.config import KimiConfig
@@ -86,14 +85,6 @@ class Mtp:
             layer=weights.declare(self.config, range(place, place + 1)),
             norm=vector("shared_head.norm.weight"),
             head=table(HEAD) if self.has_head else None,
-        )
-
-    def lend(self, weights: MtpWeights[Array], target: Tables) -> MtpWeights[Array]:
-        own_head = weights.head if weights.head is not None else target.head
-        return replace(
-            weights,
-            embed=weights.embed if weights.embed is not None else target.embed,
-            head=own_head if own_head is not None else target.embed,
         )
 
     def kv_groups(self, dtype: str) -> tuple[KvGroup, ...]:

@@ -6,7 +6,7 @@ from typing import Any
 from jax.sharding import Mesh
 
 from moonshard.models import weights
-from moonshard.models.draft import Draft
+from moonshard.models.draft import Draft, lend
 from moonshard.models.folder.checkpoint import Checkpoint
 from moonshard.models.formats.stored import TensorSource
 from moonshard.models.model import Model
@@ -33,14 +33,14 @@ class OpenDraft:
         own = weights.abstract(self.model.declare(), self.dtype, mesh, shard.rules, **how)
         return StageDraft(
             model=self.model.in_layers_of(page_layers([self.target], layers)),
-            weights=self.model.lend(own, target),
+            weights=lend(own, target),
             num_page_layers=self.model.num_page_layers(self.target.num_features),
         )
 
     def load(self, target: Any, mesh: Mesh, shard: Shard) -> Any:
         """Its weights, with the tables of `target` that it borrows."""
         own = weights.load(self.model.declare(), self.tensors, self.dtype, mesh, shard.rules, holding=self.holding)
-        return self.model.lend(own, target)
+        return lend(own, target)
 
 
 def open_draft_of(

@@ -23,7 +23,7 @@ from moonshard.serving.control.plan import (
 )
 from moonshard.serving.control.request import Request, SequenceId, SlotId
 from moonshard.serving.control.sampling_parameters import PARAMETERS
-from moonshard.serving.engine.scoring import scored_places, write_tiles
+from moonshard.serving.engine.scoring.prompts import scored_places, write_tiles
 from moonshard.serving.engine.steps import GUESSES, Step, StepKind, StepShapes, smallest
 
 Fields = Mapping[str, np.ndarray]
@@ -198,14 +198,13 @@ class StepEncoder:
             own = self._rows[partition]
             for name, field in fields.items():
                 field[partition] = own[name][:bucket]
+        num_drawn = self._layouts[_DECODES[kind], 0].size  # words: the fields of plain draws come first
         return Step(
             plan.number,
             kind,
             bucket,
             packed.copy(),
-            sampling=self._drawn[
-                :, : self._layouts[_DECODES[kind], 0].size
-            ].copy(),  # the fields of plain draws come first
+            sampling=self._drawn[:, :num_drawn].copy(),
             guessing=self._guessing_behind_rows(kind, bucket, num_ahead, by_partition)
             if self._shapes.num_ahead
             else None,

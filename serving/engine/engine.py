@@ -26,7 +26,7 @@ from moonshard.serving.engine.events import Emitted, EngineEvents, StepReport
 from moonshard.serving.engine.exchange import BlockExchange
 from moonshard.serving.engine.pace import Pace
 from moonshard.serving.engine.programs import Drawn
-from moonshard.serving.engine.scoring import PromptScores
+from moonshard.serving.engine.scoring.prompts import PromptScores
 from moonshard.serving.engine.steps import Step, StepKind
 
 EXPIRY_PERIOD_S = 0.25

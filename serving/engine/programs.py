@@ -20,7 +20,7 @@ from moonshard.serving.engine.compiled.blueprint import Blueprint
 from moonshard.serving.engine.compiled.prepared import PreparedPrograms
 from moonshard.serving.engine.compiled.stage_model import StageModel
 from moonshard.serving.engine.draws import DRAWN_COLUMNS
-from moonshard.serving.engine.scoring import scored_rows
+from moonshard.serving.engine.scoring.prompts import scored_rows
 from moonshard.serving.engine.stage import Stage
 from moonshard.serving.engine.steps import Step, StepKind, StepShapes
 

@@ -45,8 +45,8 @@ class Stage:
     def run(self, kind: StepKind, bucket: int, packed: np.ndarray, hidden: jax.Array | None) -> jax.Array:
         """A prefill, a decode or a verification.
 
-        Returns the activations; but of a prefill the last stage gives a number that is ready once it has run.
-        `hidden` are the activations of the stage before, on any mesh; None on the first.
+        Returns the activations; of a decode or a verification the last stage gives a number instead, that is ready once
+        it has run. `hidden` are the activations of the stage before, on any mesh; None on the first.
         """
         given = () if hidden is None else (jax.device_put(hidden, self._by_partition),)
         state, program = self.state, self.programs[kind, bucket]

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from moonshard.models import weights
-from moonshard.models.draft import Draft, chain
+from moonshard.models.draft import Draft, chain, lend
 from moonshard.models.eagle.taps import TapIds
 from moonshard.models.folder.checkpoint import Checkpoint
 from moonshard.models.folder.writing import write_checkpoint
@@ -94,7 +94,7 @@ def loaded_draft(folder: Path | None, target: str | Path = "kimi_k2", ids: TapId
     checkpoint, model = open_model(FIXTURES / target)
     tensors, draft = open_draft(folder, model, checkpoint, ids)
     own = weights.load(draft.declare(), tensors, "float32", build_mesh(MeshShape()))
-    return Drafting(draft, draft.lend(own, reference().weights))
+    return Drafting(draft, lend(own, reference().weights))
 
 
 def with_taps(folder: Path, ids: list[int]) -> Path:

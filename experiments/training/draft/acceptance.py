@@ -35,7 +35,7 @@ from moonshard.experiments.training.texts.tools.tasks import (
 )
 from moonshard.kv.pages import Pages
 from moonshard.models import weights
-from moonshard.models.draft import chain
+from moonshard.models.draft import chain, lend
 from moonshard.models.eagle.draft import Eagle
 from moonshard.models.folder.checkpoint import CheckpointError
 from moonshard.models.folder.generation import load_generation_defaults
@@ -69,7 +69,7 @@ class Simulation:
         assert isinstance(draft, Eagle)
         self._target = folder_weights(model, POCKET, mesh)
         self._draft = draft
-        self._weights = draft.lend(weights.load(draft.declare(), source, "float32", mesh), self._target)
+        self._weights = lend(weights.load(draft.declare(), source, "float32", mesh), self._target)
         self._taught = jax.jit(Objective(model, draft).taught)
         self._extend = jax.jit(draft.extend, donate_argnums=1)
         self._chain = jax.jit(functools.partial(chain, draft), static_argnums=5, donate_argnums=1)

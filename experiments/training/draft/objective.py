@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from moonshard.experiments.training.run.recipe import ANSWER_WEIGHT
 from moonshard.experiments.training.run.step import Lesson
 from moonshard.models import training
-from moonshard.models.draft import features_of
+from moonshard.models.draft import features_of, lend
 from moonshard.models.eagle import forward
 from moonshard.models.eagle.config import LlamaShape
 from moonshard.models.eagle.draft import Eagle
@@ -70,7 +70,7 @@ class Objective:
         labels, best = jax.nn.softmax(said), said.argmax(axis=-1)
         is_own = best == jnp.take_along_axis(lesson.tokens[:, 2:], at, axis=1)
         weights = jnp.take_along_axis(lesson.weights[:, 1:], at, axis=1) * is_counted * is_own
-        whole = self.draft.lend(own, target)
+        whole = lend(own, target)
         asked = (lesson.tokens[:, 1:-1], lesson.positions[:, :-1], features[:, :-1])
         losses, shares = [], []
         for index, state in enumerate(self.guesses(whole, *asked)):

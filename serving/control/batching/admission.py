@@ -61,8 +61,8 @@ class Admission:
         """Admits the first with at most so many tokens to compute, while another's prefill is under way (`beside`).
 
         It overtakes longer ones, for the first of which a slot and its blocks are kept, but none that is more
-        important, be it waiting or being prefilled. Where a landed request waits
-        for a slot, at most one is free: the one that is kept.
+        important, be it waiting or being prefilled. Where a landed request waits for a slot, at most one is free: the
+        one that is kept.
         """
         head = self._waiting.head()
         if head is None:

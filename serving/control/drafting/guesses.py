@@ -59,8 +59,10 @@ class Guesses:
 
     def note(self, num_guessed: int, num_accepted: int) -> None:
         self._mean_accepted += WEIGHT * (num_accepted - self._mean_accepted)
-        if not self._is_adaptive or self._mean_accepted >= LEAST_ACCEPTED:
-            self._rest = FIRST_REST if self._mean_accepted >= LEAST_ACCEPTED else self._rest
+        if self._mean_accepted >= LEAST_ACCEPTED:
+            self._rest = FIRST_REST
+            return
+        if not self._is_adaptive:
             return
         self._rests_until = self._num_generated + self._rest
         self._rest = min(2 * self._rest, LONGEST_REST)

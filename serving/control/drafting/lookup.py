@@ -1,7 +1,7 @@
 """Prompt lookup: what followed the last time these tokens stood in the prompt or the answer.
 
 Agents copy what they read: identifiers, code, the arguments of the call before. Sources: prompt lookup decoding (A.
-Saxena, 2023); LLMA (arXiv:2304.04487); the names `n` and "lookup" as in vLLM and transformers.
+Saxena, 2023); LLMA (arXiv:2304.04487).
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ LONGEST, SHORTEST = 4, 2  # tokens that must have stood there before; longer one
 
 
 class Lookup:
-    """The tokens of one sequence, in one growing array that is searched whole: 30 us at 100,000 tokens."""
+    """The tokens of one sequence, in one growing array that is searched whole: 40 to 80 us at 100,000 tokens."""
 
     def __init__(self, prompt: Sequence[int]):
         self._num_prompt = len(prompt)

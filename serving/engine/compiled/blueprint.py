@@ -23,9 +23,10 @@ from moonshard.models.native.zeros import zeros
 from moonshard.models.sampling import SlotState
 from moonshard.models.spec import matmul_precision, page_layers
 from moonshard.serving.control.request import MAX_LOGIT_BIAS, MAX_STOP_TOKENS
-from moonshard.serving.engine import draws, scores
+from moonshard.serving.engine import draws
 from moonshard.serving.engine.compiled import bodies, guessing
 from moonshard.serving.engine.compiled.stage_model import StageDraft, StageModel
+from moonshard.serving.engine.scoring import program
 from moonshard.serving.engine.steps import GUESSES, ProgramKey, StepKind, StepLayout, StepShapes
 from moonshard.sharding.arrays import Array, Float, Int
 from moonshard.sharding.mesh import BY_PARTITION
@@ -245,7 +246,7 @@ class Blueprint:
                 return self._step_program(bodies.INPUTS[kind], layout)
             case StepKind.SCORE:
                 precision, tile = matmul_precision(self._dtype), self.shapes.score_tile(bucket)
-                body = functools.partial(scores.score, self.part, layout, tile, precision)
+                body = functools.partial(program.score, self.part, layout, tile, precision)
                 return self._jitted(body, (self._weight_specs, packed, BY_PARTITION), BY_PARTITION)
             case StepKind.GUESS_PREFILL | StepKind.GUESS_DECODE | StepKind.GUESS_VERIFY:
                 return self._guess_program(kind, bucket)

@@ -79,7 +79,7 @@ def source_files() -> list[Path]:
         "control/request",
         "control/sampling_parameters",
         "engine/draws",
-        "engine/scores",
+        "engine/scoring/program",
         "engine/steps",
         "engine/compiled/blueprint",
         "engine/compiled/bodies",

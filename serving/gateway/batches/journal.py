@@ -33,6 +33,7 @@ class Journal:
         self._metrics = metrics
         self._thread = ThreadPoolExecutor(1, "batches")
         self._num_bytes = store.num_bytes()  # of files and results
+        self._num_bytes_waiting = 0  # of results that are not on disk yet
         self._num_bytes_coming = 0  # of uploads that have not ended
         self._waiting: list[tuple[LineResult, asyncio.Future[None]]] = []
         self._has_results = asyncio.Event()
@@ -64,6 +65,7 @@ class Journal:
         """Returns once the result is on disk."""
         done = asyncio.get_running_loop().create_future()
         self._waiting.append((result, done))
+        self._num_bytes_waiting += len(result.row)
         self._has_results.set()
         await done
 
@@ -90,7 +92,9 @@ class Journal:
             results = list(self._waiting)
             await self.persist(self._store.put, [result for result, _ in results])
             del self._waiting[: len(results)]
-            self._num_bytes += sum(len(result.row) for result, _ in results)
+            num_bytes = sum(len(result.row) for result, _ in results)
+            self._num_bytes_waiting -= num_bytes
+            self._num_bytes += num_bytes
             for result, done in results:
                 self._metrics.batch_lines.labels("failed" if result.is_error else "completed").inc()
                 if not done.done():
@@ -100,11 +104,13 @@ class Journal:
 
     @property
     def is_full(self) -> bool:
-        return self._num_bytes >= self._max_bytes
+        """Whether results, those that wait for the disk among them, leave no room for another."""
+        return self._num_bytes + self._num_bytes_waiting >= self._max_bytes
 
     def take_room(self, num_bytes: int) -> None:
         """For a part of an upload. TooLarge where files and results would be more than `batches.max_bytes`."""
-        if self._num_bytes + self._num_bytes_coming + num_bytes > self._max_bytes:
+        taken = self._num_bytes + self._num_bytes_waiting + self._num_bytes_coming
+        if taken + num_bytes > self._max_bytes:
             raise TooLarge(f"all files would be larger than batches.max_bytes, {self._max_bytes}", field="file")
         self._num_bytes_coming += num_bytes
 

@@ -69,12 +69,13 @@ class Answering:
         body = await until_disconnect(request.receive, self._body(asked, told, late_headers(request)))
         return large_answer(request, body)
 
-    def _generate(self, asked: GenerationRequest) -> AsyncGenerator[GenerationEvent]:
+    def generate(self, asked: GenerationRequest) -> AsyncGenerator[GenerationEvent]:
+        """As `Gateway.generate`, behind all others where nobody waits."""
         return self._gateway.generate(replace(asked, is_background=self._is_background))
 
     async def _events(self, asked: GenerationRequest, told: Streamed, headers: dict[str, str]) -> AsyncGenerator[bytes]:
         """Fills `headers` before the first event."""
-        async with aclosing(self._generate(asked)) as events:
+        async with aclosing(self.generate(asked)) as events:
             async for event in events:
                 if isinstance(event, pb.Delta):
                     if said := told.delta(event):
@@ -90,7 +91,7 @@ class Answering:
                     yield told.last(event)
 
     async def _body(self, asked: GenerationRequest, told: Collected, headers: dict[str, str]) -> bytes:
-        async with aclosing(self._generate(asked)) as events:
+        async with aclosing(self.generate(asked)) as events:
             async for event in events:
                 if isinstance(event, pb.Summary):
                     return told.body(event)

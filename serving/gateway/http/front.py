@@ -21,7 +21,6 @@ from moonshard.serving.config.tenants import Tenants
 from moonshard.serving.gateway.batches.api.routes import Batches, Handler, Methods, batch_routes
 from moonshard.serving.gateway.caller import Caller, check_key, read_caller
 from moonshard.serving.gateway.http.answering import Answering
-from moonshard.serving.gateway.http.batched import BatchAnswering
 from moonshard.serving.gateway.http.disconnect import until_disconnect
 from moonshard.serving.gateway.http.edge import Edge, header_of, large_answer, visible_id
 from moonshard.serving.gateway.http.errors import add_error_handlers, error_response, json_response
@@ -29,6 +28,7 @@ from moonshard.serving.gateway.http.event_stream import KEEP_ALIVE_S
 from moonshard.serving.gateway.http.messages_routes import MessagesRoutes
 from moonshard.serving.gateway.http.reading import Bodies
 from moonshard.serving.gateway.http.responses_routes import ResponsesRoutes
+from moonshard.serving.gateway.http.several import SeveralAnswering
 from moonshard.serving.gateway.http.strangers import Strangers
 from moonshard.serving.gateway.intake.bounds import TOKENIZED_CONTEXTS, Intake
 from moonshard.serving.gateway.openai import requests
@@ -86,7 +86,7 @@ class HttpFront:
         self._version = version
         self._bodies = Bodies(intake, unknown_fields, gateway.aside)
         self._answering = Answering(gateway, keep_alive_s=keep_alive_s, is_background=is_background)
-        self._batches = BatchAnswering(gateway, keep_alive_s=keep_alive_s, is_background=is_background)
+        self._several = SeveralAnswering(gateway, self._answering.generate, keep_alive_s=keep_alive_s)
         self._tenants = tenants
         self._created = int(time.time())
         responses = ResponsesRoutes(gateway, self._bodies, self._answering, tenants, stored)
@@ -142,20 +142,20 @@ class HttpFront:
     async def _complete(self, request: Request) -> Response:
         received_ns = time.perf_counter_ns()
         meant = partial(requests.completion_requests, request_id=visible_id(request, "cmpl-"), received_ns=received_ns)
-        body, batch = await self._bodies.read(_COMPLETION, request, meant)
+        body, several = await self._bodies.read(_COMPLETION, request, meant)
         caller, parent = self._caller(request, body), self._parent(request)
-        batch = [replace(asked, caller=caller, parent=parent) for asked in batch]
-        first, tokenizer = batch[0], self._gateway.model.tokenizer
+        several = [replace(asked, caller=caller, parent=parent) for asked in several]
+        first, tokenizer = several[0], self._gateway.model.tokenizer
         envelope, is_streamed = self._envelope(first, body), bool(body.stream)
-        prompts = Prompts(tokenizer, requests.asked_of_prompts(body, first, len(batch)))
+        prompts = Prompts(tokenizer, requests.asked_of_prompts(body, first, len(several)))
         del body
         form = CompletionFormat(tokenizer, first.skip_special_tokens)
-        if len(batch) == 1:
+        if len(several) == 1:
             return await self._respond(request, first, envelope, form, prompts, is_streamed=is_streamed)
         envelope = replace(envelope, id=first.request_id.removesuffix("-0"))
         if is_streamed:
-            return self._batches.streamed(request, batch, Chunks(envelope, form, prompts))
-        return await self._batches.whole(request, batch, Whole(envelope, form, prompts))
+            return self._several.streamed(request, several, Chunks(envelope, form, prompts))
+        return await self._several.whole(request, several, Whole(envelope, form, prompts))
 
     def _caller(self, request: Request, body: requests.GenerationBody) -> Caller:
         return read_caller(self._tenants, header_of(request), body.prompt_cache_key, body.user)

@@ -14,8 +14,8 @@ from moonshard.rpc.status import InvalidArgument
 from moonshard.serving.constrained.parts import Part
 from moonshard.serving.control.sampling_parameters import PARAMETERS
 from moonshard.serving.gateway.forms import not_together
-from moonshard.serving.gateway.openai.batches import completion_prompts, most_asked
 from moonshard.serving.gateway.openai.body import ABSENT, is_nothing, whole, whole_list
+from moonshard.serving.gateway.openai.completion_prompts import completion_prompts, most_asked
 from moonshard.serving.gateway.openai.formats import FormBody, asked_form
 from moonshard.serving.gateway.openai.messages import Message, chat_messages, check_text_of_assistant, goes_on
 from moonshard.serving.gateway.openai.prompts import Asked

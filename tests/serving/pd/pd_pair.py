@@ -17,7 +17,15 @@ from moonshard.kv.inproc import InprocNetwork, InprocTransport
 from moonshard.kv.slab import Slab
 from moonshard.kv.transfer import Transport
 from moonshard.rpc import link_pb2
-from moonshard.serving.config.keys import Config, DecodeConfig, KvConfig, ModelConfig, PrefillConfig, WorkerRole
+from moonshard.serving.config.keys import (
+    Config,
+    DecodeConfig,
+    KvConfig,
+    ModelConfig,
+    PrefillConfig,
+    SpeculationConfig,
+    WorkerRole,
+)
 from moonshard.serving.control.handoff import messages as m
 from moonshard.serving.control.handoff.gateway import (
     Deliver,
@@ -56,6 +64,7 @@ NUM_SLAB_CELLS = 8  # fewer than a long prompt has blocks
 LEASE_S = 30.0
 ONE_DEVICE = MeshShape()
 FOLDER = FIXTURES / "kimi_k2"
+NO_GUESSES = SpeculationConfig()
 type Dtype = Literal["float32", "bfloat16"]
 
 
@@ -73,7 +82,12 @@ ALONE = Meshes()
 
 
 def pd_config(
-    dtype: Dtype = "float32", meshes: Meshes = ALONE, short_share: float = 0.5, folder: Path = FOLDER, **kv: object
+    dtype: Dtype = "float32",
+    meshes: Meshes = ALONE,
+    short_share: float = 0.5,
+    folder: Path = FOLDER,
+    speculation: SpeculationConfig = NO_GUESSES,
+    **kv: object,
 ) -> Config:
     """The configuration in the sizes of `tests.engine_room`, so that compiled programs are shared."""
     num_slots = [NUM_SLOTS * mesh.num_partitions for mesh in (meshes.prefill, meshes.decode)]
@@ -87,22 +101,33 @@ def pd_config(
             rules=meshes.prefill_rules,
         ),
         decode=DecodeConfig(max_slots=num_slots[1], mesh=meshes.decode, rules=meshes.decode_rules),
+        speculation=speculation,
         kv=KvConfig(
             **{"block_size": BLOCK_SIZE, "num_blocks": NUM_BLOCKS, "quarantine_s": 0.2, "lease_s": LEASE_S, **kv}
         ),
     )
 
 
-def loaded(role: WorkerRole, dtype: Dtype = "float32", meshes: Meshes = ALONE, folder: Path = FOLDER) -> LoadedModel:
+def loaded(
+    role: WorkerRole,
+    dtype: Dtype = "float32",
+    meshes: Meshes = ALONE,
+    folder: Path = FOLDER,
+    speculation: SpeculationConfig = NO_GUESSES,
+) -> LoadedModel:
     """A role's model, compiled once for each mesh of the role, whatever the other's is."""
     if role == "prefill":
-        return _loaded(role, dtype, Meshes(prefill=meshes.prefill, prefill_rules=meshes.prefill_rules), folder)
-    return _loaded(role, dtype, Meshes(decode=meshes.decode, decode_rules=meshes.decode_rules), folder)
+        own = Meshes(prefill=meshes.prefill, prefill_rules=meshes.prefill_rules)
+        return _loaded(role, dtype, own, folder, NO_GUESSES)
+    return _loaded(role, dtype, Meshes(decode=meshes.decode, decode_rules=meshes.decode_rules), folder, speculation)
 
 
 @compiled_once
-def _loaded(role: WorkerRole, dtype: Dtype, meshes: Meshes, folder: Path) -> LoadedModel:
-    model = load_model(pd_config(dtype, meshes, folder=folder), role, lambda message: None, prepares="none")
+def _loaded(
+    role: WorkerRole, dtype: Dtype, meshes: Meshes, folder: Path, speculation: SpeculationConfig
+) -> LoadedModel:
+    config = pd_config(dtype, meshes, folder=folder, speculation=speculation)
+    model = load_model(config, role, lambda message: None, prepares="none")
     at_first_launch(model.programs)
     return model
 
@@ -285,6 +310,7 @@ async def running(
     spans: tuple[WorkerSpans, WorkerSpans] | None = None,
     short_share: float = 0.5,
     folder: Path = FOLDER,
+    speculation: SpeculationConfig = NO_GUESSES,
     **kv: object,
 ) -> AsyncIterator[Pair]:
     """A pair that serves; afterwards every pool and slab must be as it began."""
@@ -292,8 +318,8 @@ async def running(
     network = InprocNetwork()
     make = transports or (lambda: (InprocTransport(network), InprocTransport(network)))
     prefill_end, decode_end = make()
-    config = pd_config(dtype, meshes, short_share, folder, **kv)
-    models = (loaded(role, dtype, meshes, folder) for role in ("prefill", "decode"))
+    config = pd_config(dtype, meshes, short_share, folder, speculation, **kv)
+    models = (loaded(role, dtype, meshes, folder, speculation) for role in ("prefill", "decode"))
     prefill = _worker(config, "prefill", prefill_end, num_slab_cells, next(models), prefill_spans)
     decode = _worker(config, "decode", decode_end, num_slab_cells, next(models), decode_spans)
     for worker in (prefill, decode):

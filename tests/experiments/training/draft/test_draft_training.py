@@ -14,6 +14,7 @@ from moonshard.experiments.training.draft.objective import NUM_GUESSES, Objectiv
 from moonshard.experiments.training.greedy import GreedyModel
 from moonshard.experiments.training.texts.corpus import POCKET
 from moonshard.experiments.training.texts.tools.tasks import MAX_CONTEXT_TOKENS, tool_tasks
+from moonshard.models.draft import lend
 from moonshard.models.eagle.weights import LlamaAttention
 from moonshard.models.model import LatentModel
 from moonshard.models.registry import open_draft, open_model
@@ -46,7 +47,7 @@ def test_further_rows_in_training_are_the_steps_of_a_chain(model, tables):
     draft = pocket_draft(model)
     own = jax.tree.map(jnp.asarray, first_weights(draft, 0))
     own = replace(own, mlp=replace(own.mlp, down=10 * own.mlp.down))
-    loaded = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), draft.lend(own, tables))
+    loaded = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), lend(own, tables))
     random = np.random.default_rng(1)
     tokens = random.integers(0, model.config.vocab_size, 12).astype(np.int32)
     features = random.normal(size=(12, draft.feature_size)).astype(np.float32)

@@ -3,7 +3,7 @@
 A prefill gives the rows that its logits would come from. Here they become logits a tile at a time, and of these no more
 stays than each next token's log-probability, its rank and the likeliest others, so that no chunk's logits are ever
 whole. Only steps with a prompt to be scored launch it. The mathematics is `models.sampling`'s; what a step says of
-which rows, and what becomes of the scores, is `scoring`'s.
+which rows, and what becomes of the scores, is `prompts`'.
 """
 
 from typing import Any

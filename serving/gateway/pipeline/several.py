@@ -1,28 +1,31 @@
 """Several requests of one client as one stream of events: all are checked before any begins, and one error ends all."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 
 from moonshard.rpc import inference_pb2 as pb
 from moonshard.serving.gateway.pipeline.generation import Gateway, GenerationEvent
 from moonshard.serving.gateway.request import GenerationRequest
 
-MAX_AT_ONCE = 32  # of one batch: the others of it wait here, and not in the queue that all clients share
+MAX_AT_ONCE = 32  # of one client's: the others wait here, and not in the queue that all clients share
 MAX_WAITING_EVENTS = 64  # then a slow reader holds up what is generated for it
 
 type Numbered = tuple[int, GenerationEvent]
+type Generate = Callable[[GenerationRequest], AsyncGenerator[GenerationEvent]]
 
 
-async def generate_all(gateway: Gateway, requests: Sequence[GenerationRequest]) -> AsyncGenerator[Numbered]:
+async def generate_all(
+    gateway: Gateway, requests: Sequence[GenerationRequest], generate: Generate
+) -> AsyncGenerator[Numbered]:
     """Events of all, each with its request's number, as they come. Close it (`aclosing`) to cancel.
 
-    Raises the first RequestError of any, as `Gateway.generate`; for what is wrong with the requests themselves before
-    any has begun.
+    `generate`: of one, as `Gateway.generate` or by way of it. Raises the first RequestError of any, as that does; for
+    what is wrong with the requests themselves before any has begun.
     """
     checked = [await gateway.checked(request) for request in requests]
     events: asyncio.Queue[Numbered | Exception | None] = asyncio.Queue(MAX_WAITING_EVENTS)
-    generating = asyncio.create_task(_generate_into(events, gateway, checked))
+    generating = asyncio.create_task(_generate_into(events, generate, checked))
     try:
         while (event := await events.get()) is not None:
             if isinstance(event, Exception):
@@ -43,13 +46,13 @@ def total_usage(summaries: Sequence[pb.Summary]) -> pb.Usage:
 
 
 async def _generate_into(
-    events: asyncio.Queue[Numbered | Exception | None], gateway: Gateway, requests: Sequence[GenerationRequest]
+    events: asyncio.Queue[Numbered | Exception | None], generate: Generate, requests: Sequence[GenerationRequest]
 ) -> None:
     """None at the end, or the error that ends all."""
     at_once = asyncio.Semaphore(MAX_AT_ONCE)
 
-    async def generate(number: int, request: GenerationRequest) -> None:
-        async with at_once, aclosing(gateway.generate(request)) as found:
+    async def generate_one(number: int, request: GenerationRequest) -> None:
+        async with at_once, aclosing(generate(request)) as found:
             async for event in found:
                 await events.put((number, event))
 
@@ -57,7 +60,7 @@ async def _generate_into(
     try:
         async with asyncio.TaskGroup() as group:
             for number, request in enumerate(requests):
-                group.create_task(generate(number, request))
+                group.create_task(generate_one(number, request))
     except ExceptionGroup as errors:
         end = errors.exceptions[0]
     await events.put(end)

@@ -1,6 +1,6 @@
 """Which rows of a prefill are scored, and the scores on their way from steps to the output that takes them along.
 
-The program between the two is `scores`'.
+The program between the two is `program`'s.
 """
 
 import itertools

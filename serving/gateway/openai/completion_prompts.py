@@ -47,5 +47,5 @@ def _one(name: str, prompt: Number | str | list[Number]) -> TextPrompt | TokenPr
 
 
 def _are_numbers(items: Sequence[object]) -> TypeGuard[Sequence[Number]]:
-    """Looks at the set of types: asking each of 262,144 with `isinstance` takes 25 ms, this 5."""
+    """Looks at the set of types: of 262,144 that takes a third of asking each with `isinstance`."""
     return set(map(type, items)) <= {int, float}

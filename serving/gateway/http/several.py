@@ -6,7 +6,6 @@ since there may be several.
 
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from dataclasses import replace
 
 from fastapi import Request
 from starlette.responses import Response
@@ -17,17 +16,17 @@ from moonshard.serving.gateway.http.edge import large_answer
 from moonshard.serving.gateway.http.errors import late_headers
 from moonshard.serving.gateway.http.event_stream import EventStream
 from moonshard.serving.gateway.openai.responses import Chunks, Whole
-from moonshard.serving.gateway.pipeline.batch import generate_all, total_usage
 from moonshard.serving.gateway.pipeline.choice import PromptEvent
 from moonshard.serving.gateway.pipeline.generation import Gateway
+from moonshard.serving.gateway.pipeline.several import Generate, generate_all, total_usage
 from moonshard.serving.gateway.request import GenerationRequest
 
 
-class BatchAnswering:
-    def __init__(self, gateway: Gateway, *, keep_alive_s: float, is_background: bool = False) -> None:
-        """`is_background`: nobody waits for these answers; others come first."""
+class SeveralAnswering:
+    def __init__(self, gateway: Gateway, generate: Generate, *, keep_alive_s: float) -> None:
+        """`generate`: what answers one of them."""
         self._gateway = gateway
-        self._is_background = is_background
+        self._generate = generate
         self._keep_alive_s = keep_alive_s
 
     def streamed(self, request: Request, asked: Sequence[GenerationRequest], told: Chunks) -> Response:
@@ -63,8 +62,7 @@ class BatchAnswering:
         self, asked: Sequence[GenerationRequest], summaries: list[pb.Summary]
     ) -> AsyncGenerator[tuple[int, PromptEvent | pb.Delta]]:
         """What a response shows, with choices numbered through; summaries are kept for the end."""
-        ranked = [replace(each, is_background=self._is_background) for each in asked]
-        async with aclosing(generate_all(self._gateway, ranked)) as events:
+        async with aclosing(generate_all(self._gateway, asked, self._generate)) as events:
             async for number, event in events:
                 if isinstance(event, pb.Delta):
                     event.choice += number * asked[number].n
