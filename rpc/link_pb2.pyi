@@ -234,14 +234,22 @@ class FirstTokens(_message.Message):
     def __init__(self, handoff: _Optional[bytes] = ..., writer_epoch: _Optional[bytes] = ..., target_epoch: _Optional[bytes] = ..., outputs: _Optional[_Iterable[_Union[SequenceOutput, _Mapping]]] = ...) -> None: ...
 
 class Start(_message.Message):
-    __slots__ = ("handoff", "token_ids", "last")
+    __slots__ = ("handoff", "token_ids", "last", "guesses")
     HANDOFF_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     LAST_FIELD_NUMBER: _ClassVar[int]
+    GUESSES_FIELD_NUMBER: _ClassVar[int]
     handoff: bytes
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     last: Manifest
-    def __init__(self, handoff: _Optional[bytes] = ..., token_ids: _Optional[_Iterable[int]] = ..., last: _Optional[_Union[Manifest, _Mapping]] = ...) -> None: ...
+    guesses: _containers.RepeatedCompositeFieldContainer[Guesses]
+    def __init__(self, handoff: _Optional[bytes] = ..., token_ids: _Optional[_Iterable[int]] = ..., last: _Optional[_Union[Manifest, _Mapping]] = ..., guesses: _Optional[_Iterable[_Union[Guesses, _Mapping]]] = ...) -> None: ...
+
+class Guesses(_message.Message):
+    __slots__ = ("token_ids",)
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Drained(_message.Message):
     __slots__ = ("handoff", "writer_epoch", "target_epoch")
@@ -386,7 +394,7 @@ class Welcome(_message.Message):
     def __init__(self, protocol_version: _Optional[int] = ..., epoch: _Optional[bytes] = ..., fingerprint: _Optional[str] = ..., role: _Optional[str] = ..., dtype: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_context_tokens: _Optional[int] = ..., block_size: _Optional[int] = ..., num_partitions: _Optional[int] = ..., num_blocks: _Optional[int] = ..., max_slots: _Optional[int] = ..., load_s: _Optional[float] = ..., compile_s: _Optional[float] = ..., endpoint: _Optional[_Union[KvEndpoint, _Mapping]] = ..., kernels: _Optional[str] = ...) -> None: ...
 
 class WorkerLoad(_message.Message):
-    __slots__ = ("num_running", "num_waiting", "queued_tokens", "active_tokens", "free_blocks", "num_preemptions", "num_compilations", "num_compilations_while_serving", "num_prefill_steps", "num_decode_steps", "prefill_tokens", "decode_tokens", "wasted_tokens", "overlapped_steps", "peak_memory_bytes", "draining", "kv_transfer", "cached_tokens", "num_seen", "reserved_tokens", "num_lost_spans", "num_lost_rows", "num_drafts", "draft_tokens", "accepted_tokens")
+    __slots__ = ("num_running", "num_waiting", "queued_tokens", "active_tokens", "free_blocks", "num_preemptions", "num_compilations", "num_compilations_while_serving", "num_prefill_steps", "num_decode_steps", "prefill_tokens", "decode_tokens", "wasted_tokens", "overlapped_steps", "peak_memory_bytes", "draining", "kv_transfer", "cached_tokens", "num_seen", "reserved_tokens", "num_lost_spans", "num_lost_rows", "num_drafts", "draft_tokens", "accepted_tokens", "accepted_at", "num_model_drafts", "model_accepted_tokens")
     NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
     NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
     QUEUED_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -412,6 +420,9 @@ class WorkerLoad(_message.Message):
     NUM_DRAFTS_FIELD_NUMBER: _ClassVar[int]
     DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     ACCEPTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    ACCEPTED_AT_FIELD_NUMBER: _ClassVar[int]
+    NUM_MODEL_DRAFTS_FIELD_NUMBER: _ClassVar[int]
+    MODEL_ACCEPTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     num_running: int
     num_waiting: int
     queued_tokens: _containers.RepeatedScalarFieldContainer[int]
@@ -437,7 +448,10 @@ class WorkerLoad(_message.Message):
     num_drafts: int
     draft_tokens: int
     accepted_tokens: int
-    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., queued_tokens: _Optional[_Iterable[int]] = ..., active_tokens: _Optional[_Iterable[int]] = ..., free_blocks: _Optional[_Iterable[int]] = ..., num_preemptions: _Optional[int] = ..., num_compilations: _Optional[int] = ..., num_compilations_while_serving: _Optional[int] = ..., num_prefill_steps: _Optional[int] = ..., num_decode_steps: _Optional[int] = ..., prefill_tokens: _Optional[int] = ..., decode_tokens: _Optional[int] = ..., wasted_tokens: _Optional[int] = ..., overlapped_steps: _Optional[int] = ..., peak_memory_bytes: _Optional[int] = ..., draining: _Optional[bool] = ..., kv_transfer: _Optional[_Union[KvTransfer, _Mapping]] = ..., cached_tokens: _Optional[int] = ..., num_seen: _Optional[int] = ..., reserved_tokens: _Optional[_Iterable[int]] = ..., num_lost_spans: _Optional[int] = ..., num_lost_rows: _Optional[int] = ..., num_drafts: _Optional[int] = ..., draft_tokens: _Optional[int] = ..., accepted_tokens: _Optional[int] = ...) -> None: ...
+    accepted_at: _containers.RepeatedScalarFieldContainer[int]
+    num_model_drafts: int
+    model_accepted_tokens: int
+    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., queued_tokens: _Optional[_Iterable[int]] = ..., active_tokens: _Optional[_Iterable[int]] = ..., free_blocks: _Optional[_Iterable[int]] = ..., num_preemptions: _Optional[int] = ..., num_compilations: _Optional[int] = ..., num_compilations_while_serving: _Optional[int] = ..., num_prefill_steps: _Optional[int] = ..., num_decode_steps: _Optional[int] = ..., prefill_tokens: _Optional[int] = ..., decode_tokens: _Optional[int] = ..., wasted_tokens: _Optional[int] = ..., overlapped_steps: _Optional[int] = ..., peak_memory_bytes: _Optional[int] = ..., draining: _Optional[bool] = ..., kv_transfer: _Optional[_Union[KvTransfer, _Mapping]] = ..., cached_tokens: _Optional[int] = ..., num_seen: _Optional[int] = ..., reserved_tokens: _Optional[_Iterable[int]] = ..., num_lost_spans: _Optional[int] = ..., num_lost_rows: _Optional[int] = ..., num_drafts: _Optional[int] = ..., draft_tokens: _Optional[int] = ..., accepted_tokens: _Optional[int] = ..., accepted_at: _Optional[_Iterable[int]] = ..., num_model_drafts: _Optional[int] = ..., model_accepted_tokens: _Optional[int] = ...) -> None: ...
 
 class KvTransfer(_message.Message):
     __slots__ = ("num_handoffs", "published_bytes", "num_transfers", "publish_s", "num_failures", "landed_bytes", "num_landed_blocks", "num_checksum_mismatches", "free_slab_slots", "used_slab_slots", "leased_slab_slots", "quarantined_slab_slots", "total_slab_slots")
@@ -491,7 +505,7 @@ class WorkerPhases(_message.Message):
     def __init__(self, queue_ms: _Optional[float] = ..., prefill_ms: _Optional[float] = ..., decode_ms: _Optional[float] = ..., land_ms: _Optional[float] = ..., join_ms: _Optional[float] = ...) -> None: ...
 
 class SequenceOutput(_message.Message):
-    __slots__ = ("request_id", "choice", "token_ids", "logprobs", "finish_reason", "phases", "cached_tokens", "prompt_logprobs")
+    __slots__ = ("request_id", "choice", "token_ids", "logprobs", "finish_reason", "phases", "cached_tokens", "prompt_logprobs", "guesses")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     CHOICE_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -500,6 +514,7 @@ class SequenceOutput(_message.Message):
     PHASES_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    GUESSES_FIELD_NUMBER: _ClassVar[int]
     request_id: bytes
     choice: int
     token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -508,7 +523,8 @@ class SequenceOutput(_message.Message):
     phases: WorkerPhases
     cached_tokens: int
     prompt_logprobs: _inference_pb2.PromptLogprobs
-    def __init__(self, request_id: _Optional[bytes] = ..., choice: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[_inference_pb2.PositionLogprobs, _Mapping]]] = ..., finish_reason: _Optional[_Union[_inference_pb2.FinishReason, str]] = ..., phases: _Optional[_Union[WorkerPhases, _Mapping]] = ..., cached_tokens: _Optional[int] = ..., prompt_logprobs: _Optional[_Union[_inference_pb2.PromptLogprobs, _Mapping]] = ...) -> None: ...
+    guesses: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, request_id: _Optional[bytes] = ..., choice: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[_inference_pb2.PositionLogprobs, _Mapping]]] = ..., finish_reason: _Optional[_Union[_inference_pb2.FinishReason, str]] = ..., phases: _Optional[_Union[WorkerPhases, _Mapping]] = ..., cached_tokens: _Optional[int] = ..., prompt_logprobs: _Optional[_Union[_inference_pb2.PromptLogprobs, _Mapping]] = ..., guesses: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class StepOutput(_message.Message):
     __slots__ = ("step", "outputs", "load")

@@ -91,3 +91,4 @@ class Output(NamedTuple):
     finish: FinishReason | None = None
     num_cached_tokens: int = 0  # of the prompt: known when the sequence was admitted; 0 in all outputs but its first
     prompt_logprobs: PromptLogprobs | None = None  # where asked for: in the first output of the first choice
+    guesses: tuple[int, ...] = ()  # in a sequence's first output: what a draft model takes to follow

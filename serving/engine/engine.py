@@ -97,6 +97,8 @@ class Engine:
         partition: int,
         block_table: tuple[int, ...],
         tokens: tuple[int, ...],
+        guesses: tuple[tuple[int, ...], ...] = (),
+        *,
         land_ms: float,
     ) -> bool:
         """Decodes a request whose prompt's KV is in these blocks, as `Scheduler.join` says. False: it is over already.
@@ -104,7 +106,7 @@ class Engine:
         `land_ms`, how long its KV took to land, becomes one of its phases.
         """
         places = self._places(request, {choice: (token,) for choice, token in enumerate(tokens)})
-        is_running = self._scheduler.join(request, partition, block_table, tokens)
+        is_running = self._scheduler.join(request, partition, block_table, tokens, guesses)
         if is_running:
             self._masks.take(request.id, places)
             self._clocks.start(request.id, time.perf_counter_ns(), land_ms=land_ms)

@@ -78,12 +78,20 @@ def run_message(
     return prefill
 
 
-def start_message(handoff: bytes, tokens: Sequence[int], last: link_pb2.Manifest) -> link_pb2.Start:
-    return link_pb2.Start(handoff=handoff, token_ids=tokens, last=last)
+def start_message(
+    handoff: bytes, tokens: Sequence[int], last: link_pb2.Manifest, guesses: Sequence[Sequence[int]] = ()
+) -> link_pb2.Start:
+    told = [link_pb2.Guesses(token_ids=each) for each in guesses]
+    return link_pb2.Start(handoff=handoff, token_ids=tokens, last=last, guesses=told)
 
 
 def start_from(start: link_pb2.Start) -> m.Start[m.Manifest]:
-    return m.Start(handoff=handoff_from(start.handoff), tokens=tuple(start.token_ids), last=manifest_from(start.last))
+    return m.Start(
+        handoff=handoff_from(start.handoff),
+        tokens=tuple(start.token_ids),
+        last=manifest_from(start.last),
+        guesses=tuple(tuple(each.token_ids) for each in start.guesses),
+    )
 
 
 def cancel_message(cancel: m.Cancel) -> link_pb2.Cancel:
@@ -193,6 +201,7 @@ def first_tokens_from(first: link_pb2.FirstTokens) -> m.FirstTokens:
         target_epoch=epoch_from(first.target_epoch, "target_epoch"),
         tokens=tuple(output.token_ids[0] for output in first.outputs),
         is_finished=all(output.finish_reason for output in first.outputs),
+        guesses=tuple(tuple(o.guesses) for o in first.outputs) if any(o.guesses for o in first.outputs) else (),
     )
 
 

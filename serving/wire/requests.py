@@ -144,6 +144,10 @@ def check_first_tokens(start: link_pb2.Start, limits: Limits) -> None:
     """Raises InvalidArgument for an id that is no token of the model: the device would decode from it all the same."""
     if len(start.token_ids) > MAX_CHOICES or not _are_tokens(start.token_ids, limits):
         raise InvalidArgument("token_ids of a Start message is out of range", field="token_ids")
+    if start.guesses and len(start.guesses) != len(start.token_ids):
+        raise InvalidArgument("guesses of a Start message are not one for each choice", field="guesses")
+    if not all(_are_tokens(each.token_ids, limits) for each in start.guesses):
+        raise InvalidArgument("guesses of a Start message are out of range", field="guesses")
 
 
 def rejection(error: Rejected) -> RequestError:
@@ -172,7 +176,7 @@ def failed(request_id: bytes, error: RequestError) -> link_pb2.WorkerMessage:
 def sequence_output(emitted: Emitted) -> link_pb2.SequenceOutput:
     output = emitted.output
     request_id, choice = output.sequence
-    if emitted.phases is None and output.finish is None and not output.logprobs:  # nearly every token's
+    if emitted.phases is None and output.finish is None and not (output.logprobs or output.guesses):  # nearly all
         return link_pb2.SequenceOutput(request_id=request_id, choice=choice, token_ids=output.token_ids)
     return link_pb2.SequenceOutput(
         request_id=request_id,
@@ -186,6 +190,7 @@ def sequence_output(emitted: Emitted) -> link_pb2.SequenceOutput:
         cached_tokens=output.num_cached_tokens,
         phases=_phases(emitted.phases),
         prompt_logprobs=_prompt_logprobs(output.prompt_logprobs),
+        guesses=output.guesses,
     )
 
 

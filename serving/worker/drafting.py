@@ -1,23 +1,28 @@
 """What guesses the next tokens of a worker's requests, as its configuration says."""
 
 import functools
+import logging
 
 from moonshard.serving.config.keys import SpeculationConfig
 from moonshard.serving.constrained.masks import Masks
 from moonshard.serving.control.drafting.drafter import Drafters
+from moonshard.serving.control.drafting.fit import DraftFit
 from moonshard.serving.control.drafting.guesses import Guesses
 from moonshard.serving.control.drafting.lookup import Lookup
+from moonshard.serving.control.drafting.worth import Worth
 from moonshard.serving.control.request import Request, SequenceId
 
+logger = logging.getLogger(__name__)
 
-def drafters_of(config: SpeculationConfig, masks: Masks) -> Drafters | None:
-    """None where nothing guesses."""
+
+def drafters_of(config: SpeculationConfig, masks: Masks, worth: Worth, fit: DraftFit) -> Drafters | None:
+    """None where nothing guesses. `worth` decides where the number of guesses is not given."""
     methods = config.methods
     if not methods:
         return None
     has_forced, has_lookup = "grammar" in methods, "lookup" in methods
     num_ahead = 0 if config.draft_model is None else config.most_tokens
-    is_adaptive = config.num_tokens is None
+    measured = worth if config.num_tokens is None else None
 
     def drafter(request: Request, choice: int) -> Guesses | None:
         is_forced = has_forced and bool(request.grammar)
@@ -25,6 +30,14 @@ def drafters_of(config: SpeculationConfig, masks: Masks) -> Drafters | None:
             return None
         forced = functools.partial(masks.forced, SequenceId(request.id, choice)) if is_forced else None
         lookup = Lookup(request.prompt) if has_lookup else None
-        return Guesses(forced, lookup, num_ahead, is_adaptive=is_adaptive)
+        return Guesses(forced, lookup, num_ahead, worth=measured, fit=fit)
 
     return drafter
+
+
+def warn_of_misfit(fit: DraftFit) -> None:
+    logger.warning(
+        "the draft model (speculation.method) fits this model badly: a step with its guesses gives %.2f tokens, and 1 "
+        "without any",
+        fit.accept_length,
+    )

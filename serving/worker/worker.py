@@ -18,6 +18,8 @@ from moonshard.serving.constrained.grammars import load_grammars
 from moonshard.serving.constrained.masks import Masks
 from moonshard.serving.control.batching.queue import Rejected
 from moonshard.serving.control.batching.scheduler import Scheduler
+from moonshard.serving.control.drafting.fit import DraftFit
+from moonshard.serving.control.drafting.worth import Worth
 from moonshard.serving.control.plan import Plan, PrefillPlan
 from moonshard.serving.engine.compiled.compilations import CompilationCounter
 from moonshard.serving.engine.device import StepDone
@@ -30,7 +32,7 @@ from moonshard.serving.transfer.plane import KvPlane
 from moonshard.serving.wire import handoffs as handoff_wire
 from moonshard.serving.wire import requests as wire
 from moonshard.serving.wire.link import Link
-from moonshard.serving.worker.drafting import drafters_of
+from moonshard.serving.worker.drafting import drafters_of, warn_of_misfit
 from moonshard.serving.worker.links import Links
 from moonshard.serving.worker.prefix_feed import PrefixFeed
 from moonshard.serving.worker.report import load_message, partition_state, welcome_message
@@ -73,7 +75,8 @@ class Worker:
         num_partitions = model.shapes.num_partitions
         num_draws = num_partitions * model.shapes.slots_per_partition
         masks = Masks(self._compiling.grammars, num_draws, num_partitions, model.shapes.q_len)
-        drafters = drafters_of(config.speculation, masks)
+        self._worth, self._fit = Worth(), DraftFit(on_misfit=warn_of_misfit)
+        drafters = drafters_of(config.speculation, masks, self._worth, self._fit)
         self._scheduler = Scheduler(model.scheduler_config(config), self._pool, drafters)
         self._record = recorded.trace(epoch=self.epoch, role=role)
         self.engine = Engine(
@@ -189,6 +192,8 @@ class Worker:
             num_seen=0 if link is None else self._links.num_seen(link),
             num_lost_spans=self._spans.num_lost,
             num_lost_rows=self._recorded.num_lost(),
+            num_model_drafts=self._fit.num_drafts,
+            model_accepted_tokens=self._fit.num_accepted,
         )
 
     def inspect(self) -> link_pb2.Inspection:
@@ -228,6 +233,8 @@ class Worker:
         self.role.turned_down(request_id, wire.failed(request_id, refusal))
 
     def on_done(self, done: StepDone, plan: Plan | None) -> None:
+        if plan is not None and self._model.shapes.q_len > 1:
+            self._worth.note(plan, done.done_ns)
         self._record(done, plan)
 
 

@@ -133,10 +133,18 @@ class Scheduler:
         if is_full(num_queued, self._partitions.index(partition), self.config.max_queued_requests):
             raise QueueFull(retry_after_s=max(1.0, partition.waiting.head_wait_s(now_s)))
 
-    def join(self, request: Request, partition: int, block_table: tuple[int, ...], tokens: tuple[int, ...]) -> bool:
+    def join(
+        self,
+        request: Request,
+        partition: int,
+        block_table: tuple[int, ...],
+        tokens: tuple[int, ...],
+        guesses: tuple[tuple[int, ...], ...] = (),
+    ) -> bool:
         """Accept a request whose prompt's KV is in used blocks, one reference each, which pass over to the scheduler.
 
         `tokens` are the first of each choice, drawn elsewhere; a choice that ends with its first gives no output.
+        `guesses`: what may follow each of them, or none at all.
         False: all ended, the blocks are released and nothing is kept. Raises NeverFits, and then takes nothing.
         """
         self.check(request, partition)
@@ -148,7 +156,11 @@ class Scheduler:
         if not going_on:
             self._pool.release(partition, block_table[::-1])
             return False
-        leader = self._accept(request, going_on).leader
+        accepted = self._accept(request, going_on)
+        for sequence in accepted.choices if guesses else ():
+            if sequence.drafter is not None:
+                sequence.drafter.follow(1, guesses[sequence.id.choice])
+        leader = accepted.leader
         self._partitions[partition].landed.append(LandedRequest(leader=leader, blocks=block_table))
         return True
 
@@ -314,6 +326,7 @@ class Scheduler:
             sampled.logprobs if is_whole else sampled.logprobs[:num_taken],
             finish,
             (sequence.num_cached_tokens or 0) if is_first else 0,
+            guesses=sampled.guesses if is_first else (),
         )
 
     def _finish(self, occupancy: Occupancy) -> None:

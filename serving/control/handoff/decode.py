@@ -56,6 +56,7 @@ class _Reservation:
     granted: dict[int, int] = field(default_factory=dict[int, int])  # cell -> grant's number, until a manifest names it
     num_copying: int = 0
     tokens: tuple[int, ...] | None = None  # set by Start
+    guesses: tuple[tuple[int, ...], ...] = ()
     started_s: float = 0.0  # likewise
 
     @property
@@ -204,7 +205,7 @@ class DecodeSide:
         reservation = self._reservations.get(start.handoff)
         if reservation is None or reservation.tokens is not None or not reservation.accepts(start.last):
             return ()
-        reservation.tokens, reservation.started_s = start.tokens, now_s
+        reservation.tokens, reservation.guesses, reservation.started_s = start.tokens, start.guesses, now_s
         if not (reservation.missing or start.last.blocks):
             return self._join(reservation)
         return self.landed(start.last, now_s)
@@ -281,6 +282,7 @@ class DecodeSide:
                 partition=partition,
                 block_table=reservation.block_table,
                 tokens=reservation.tokens,
+                guesses=reservation.guesses,
                 started_s=reservation.started_s,
             ),
         )

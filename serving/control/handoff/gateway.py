@@ -211,9 +211,9 @@ def _epochs(legs: _Legs) -> tuple[int, ...]:
 def _start(legs: _Legs) -> tuple[GatewayAction, ...]:
     if legs.first_tokens is None or legs.last is None:
         return ()
-    return (
-        SendDecode(legs.decode_epoch, Start(handoff=legs.handoff, tokens=legs.first_tokens.tokens, last=legs.last)),
-    )
+    first = legs.first_tokens
+    start = Start(handoff=legs.handoff, tokens=first.tokens, last=legs.last, guesses=first.guesses)
+    return (SendDecode(legs.decode_epoch, start),)
 
 
 def _cancel_stray(message: ManifestHeader | FirstTokens) -> tuple[GatewayAction, ...]:

@@ -134,6 +134,7 @@ class FirstTokens:
     target_epoch: int
     tokens: tuple[int, ...]
     is_finished: bool = False
+    guesses: tuple[tuple[int, ...], ...] = ()  # what a draft model takes to follow each of them
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -143,6 +144,7 @@ class Start[Last: ManifestHeader]:
     handoff: bytes
     tokens: tuple[int, ...]
     last: Last
+    guesses: tuple[tuple[int, ...], ...] = ()  # what may follow each of them; none where nobody guessed
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -240,6 +242,7 @@ class Join:
     partition: int
     block_table: tuple[int, ...]
     tokens: tuple[int, ...]
+    guesses: tuple[tuple[int, ...], ...]
     started_s: float  # when Start came
 
 

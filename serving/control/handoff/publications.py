@@ -193,6 +193,7 @@ class Publications[Owner: Hashable]:
             target_epoch=leg.target.epoch,
             tokens=tuple(output.token_ids[0] for output in outputs),
             is_finished=all(finish_of(leg.request, output) for output in outputs),
+            guesses=tuple(output.guesses for output in outputs) if any(output.guesses for output in outputs) else (),
         )
         return self._addressed((first,))
 

@@ -200,8 +200,9 @@ class Handoffs:
                 return link_pb2.GatewayMessage(run=run)
             case RelayedManifest(message=manifest):
                 return link_pb2.GatewayMessage(landed=manifest)
-            case m.Start(handoff=handoff_id, tokens=tokens, last=RelayedManifest(message=last)):
-                return link_pb2.GatewayMessage(start=handoff_wire.start_message(handoff_id, tokens, last))
+            case m.Start(handoff=handoff_id, tokens=tokens, last=RelayedManifest(message=last), guesses=guesses):
+                start = handoff_wire.start_message(handoff_id, tokens, last, guesses)
+                return link_pb2.GatewayMessage(start=start)
             case RelayedCredits(message=credits):
                 return link_pb2.GatewayMessage(credits=credits)
             case m.Cancel():

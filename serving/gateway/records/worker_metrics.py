@@ -13,6 +13,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from moonshard.rpc.link_pb2 import KvTransfer, WorkerLoad
+from moonshard.serving.control.drafting.fit import DraftFit
 from moonshard.serving.control.routing.fleet import PREFILL_ROLES
 from moonshard.serving.gateway.records.metrics import LABELS, GatewayMetrics
 from moonshard.serving.gateway.workers.link import WorkerLink
@@ -100,6 +101,7 @@ class WorkerCollector(Collector):
         yield from self._blocks()
         yield from self._start_times()
         yield from self._transfers()
+        yield from self._draft_models()
         yield from self._vllm()
 
     def _counter(self, name: str, text: str, samples: Iterable[tuple[WorkerLink, float]]) -> Metric:
@@ -150,6 +152,14 @@ class WorkerCollector(Collector):
         handoffs = ((link, _load_now(link).kv_transfer.num_handoffs) for link in moving)
         yield self._gauge("handoffs", "Prompts on their way from one worker to another, reserved or sent.", handoffs)
 
+    def _draft_models(self) -> Iterator[Metric]:
+        """Of workers whose draft model's guesses were tried."""
+        drafting = [(link, fit) for link in self._pool.links if (fit := _fit_of(link.last_load)).num_drafts]
+        text = "Tokens that a step gave where a draft model guessed; 1 is what a step gives without guesses."
+        yield self._gauge("draft_accept_length", text, ((link, fit.accept_length) for link, fit in drafting))
+        text = "1 where a draft model's guesses are hardly ever right: it may be another model's, or its taps may be."
+        yield self._gauge("draft_misfit", text, ((link, fit.is_misfit) for link, fit in drafting))
+
     def _blocks(self) -> Iterator[Metric]:
         labels = ("worker", "partition")
         free = GaugeMetricFamily("moonshard_free_blocks", "KV blocks that nothing holds.", labels=labels)
@@ -196,6 +206,11 @@ class WorkerCollector(Collector):
             count: CounterMetricFamily(f"vllm:spec_decode_{name}", text, labels=LABELS)
             for name, (text, count) in _GUESSED.items()
         }
+        by_place = CounterMetricFamily(
+            "vllm:spec_decode_num_accepted_tokens_per_pos",
+            "Guessed tokens that were what the model drew, by their place among a row's guesses.",
+            labels=(*LABELS, "position"),
+        )
         for index, link in enumerate(self._pool.links):
             if link.role in PREFILL_ROLES:
                 continue
@@ -207,11 +222,13 @@ class WorkerCollector(Collector):
             preemptions.add_metric(labels, link.last_load.num_preemptions)
             for count, metric in guessed.items():
                 metric.add_metric(labels, count(link.last_load))
+            for place, num_accepted in enumerate(link.last_load.accepted_at):
+                by_place.add_metric((*labels, str(place)), num_accepted)
             if link.session is not None:
                 welcome = link.session.welcome
                 shape = (str(welcome.block_size), str(welcome.num_blocks * welcome.num_partitions))
                 cache.add_metric((*labels, *shape), 1)
-        yield from (running, waiting, by_reason, usage, preemptions, cache, *guessed.values())
+        yield from (running, waiting, by_reason, usage, preemptions, cache, *guessed.values(), by_place)
 
 
 @dataclass(slots=True)
@@ -244,6 +261,10 @@ def _by_worker[Family: (CounterMetricFamily, GaugeMetricFamily)](
 def _load_now(link: WorkerLink) -> WorkerLoad:
     """The worker's last report; empty while the worker is gone, since it no longer holds."""
     return WorkerLoad() if link.session is None else link.last_load
+
+
+def _fit_of(load: WorkerLoad) -> DraftFit:
+    return DraftFit(load.num_model_drafts, load.model_accepted_tokens)
 
 
 def _kv_usage(link: WorkerLink) -> float:

@@ -31,7 +31,7 @@ class Recorded(Guesses):
     """Keeps all that the draft model said, by how many tokens it stood behind."""
 
     def __init__(self, keep: Callable[[int, tuple[int, ...]], None]):
-        super().__init__(None, None, NUM_AHEAD, is_adaptive=False)
+        super().__init__(None, None, NUM_AHEAD)
         self._keep = keep
 
     def follow(self, num_generated: int, guesses: tuple[int, ...]) -> None:

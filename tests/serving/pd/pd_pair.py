@@ -118,7 +118,8 @@ def loaded(
     """A role's model, compiled once for each mesh of the role, whatever the other's is."""
     if role == "prefill":
         own = Meshes(prefill=meshes.prefill, prefill_rules=meshes.prefill_rules)
-        return _loaded(role, dtype, own, folder, NO_GUESSES)
+        drafted = speculation if speculation.draft_model else NO_GUESSES
+        return _loaded(role, dtype, own, folder, drafted)
     return _loaded(role, dtype, Meshes(decode=meshes.decode, decode_rules=meshes.decode_rules), folder, speculation)
 
 
@@ -243,8 +244,8 @@ class Pair:
                 return wrap(run=handoff_wire.run_message(self._runs[handoff], target, endpoint, partition))
             case RelayedManifest(message=manifest):
                 return wrap(landed=manifest)
-            case m.Start(handoff=handoff, tokens=tokens, last=RelayedManifest(message=last)):
-                return wrap(start=handoff_wire.start_message(handoff, tokens, last))
+            case m.Start(handoff=handoff, tokens=tokens, last=RelayedManifest(message=last), guesses=guesses):
+                return wrap(start=handoff_wire.start_message(handoff, tokens, last, guesses))
             case RelayedCredits(message=credits):
                 return wrap(credits=credits)
             case m.Drained():

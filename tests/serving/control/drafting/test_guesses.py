@@ -6,8 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from moonshard.serving.control.drafting.fit import NUM_JUDGED, DraftFit
 from moonshard.serving.control.drafting.guesses import FIRST_REST, LONGEST_REST, Guesses
 from moonshard.serving.control.drafting.lookup import LONGEST, SHORTEST, Lookup
+from moonshard.serving.control.drafting.worth import Worth
+from moonshard.serving.control.plan import DecodePlan, DecodeRow
+from moonshard.serving.control.request import Request, SequenceId, SlotId
 
 MOST = 3
 
@@ -22,7 +26,7 @@ def test_a_draft_model_is_asked_for_nothing_where_there_is_none():
 
 
 def test_what_a_draft_model_says_counts_only_behind_the_tokens_that_it_followed():
-    guesses = Guesses(None, None, MOST, is_adaptive=False)
+    guesses = Guesses(None, None, MOST)
     guesses.follow(2, (7, 8, 9))
     assert guesses.propose([1], MOST) == ()
     assert guesses.propose([1, 2], MOST) == (7, 8, 9)
@@ -41,13 +45,13 @@ def test_what_a_draft_model_says_counts_only_behind_the_tokens_that_it_followed(
     ],
 )
 def test_the_grammar_goes_before_a_draft_model(alone, following, expected):
-    guesses = Guesses(forced(*alone), None, MOST, is_adaptive=False)
+    guesses = Guesses(forced(*alone), None, MOST)
     guesses.follow(1, following)
     assert guesses.propose([1], MOST) == expected
 
 
 def test_lookup_goes_on_where_a_draft_model_says_nothing():
-    guesses = Guesses(None, Lookup([1, 2, 3, 4, 5, 1]), MOST, is_adaptive=False)
+    guesses = Guesses(None, Lookup([1, 2, 3, 4, 5, 1]), MOST)
     assert guesses.propose([2], MOST) == (3, 4, 5)
     guesses.follow(1, (8, 9))
     assert guesses.propose([2], MOST)[:2] == (8, 9)
@@ -68,13 +72,69 @@ def rests_after_failures(guesses: Guesses, num: int) -> list[int]:
 
 
 def test_failures_make_it_rest_ever_longer():
-    guesses = Guesses(None, None, MOST)
+    guesses = Guesses(None, None, MOST, worth=Worth())
     assert rests_after_failures(guesses, 4) == [FIRST_REST, 2 * FIRST_REST, LONGEST_REST, LONGEST_REST]
     assert guesses.num_ahead(10_000) == MOST
 
 
+def test_all_that_rest_as_long_try_again_at_the_same_step():
+    """One that tries alone would hardly be worth the others' time; together they may be."""
+    row = DecodeRow(SequenceId(b"r", 0), Request(id=b"r", prompt=(1,), max_tokens=9), SlotId(0, 0), 1, (0,))
+    worth = Worth()
+    for step in range(1, 60):
+        worth.note(DecodePlan(number=step, rows=(row,)), step)
+        if worth.must_measure:
+            continue
+        guesses = Guesses(None, None, MOST, worth=worth)
+        while guesses.num_ahead(0):
+            guesses.follow(0, (1, 2, 3))
+            assert guesses.propose([], MOST)
+            guesses.note(MOST, 0)
+        rest = next(rest for rest in range(1, LONGEST_REST + 1) if guesses.is_eager(rest))
+        assert (step + rest) % FIRST_REST == 0
+
+
+def test_guesses_that_gain_less_than_their_steps_cost_make_it_rest():
+    class Dear(Worth):
+        def least_accepted(self) -> float:
+            return 1.5
+
+    guesses = [Guesses(None, None, MOST, worth=Dear()) for _ in range(2)]
+    for count in range(20):
+        for each, num_right in zip(guesses, (1, 2), strict=True):
+            each.follow(count, (1, 2, 3))
+            if each.propose([0] * count, MOST):
+                each.note(MOST, num_right)
+    assert [each.is_eager(20) for each in guesses] == [False, True]
+
+
+def test_a_row_that_the_model_was_not_asked_about_tells_nothing_of_it():
+    guesses = Guesses(None, None, MOST, worth=Worth())
+    for count in range(20):
+        assert guesses.propose([0] * count, MOST) == ()
+    assert guesses.is_eager(20)
+
+
+@pytest.mark.parametrize("num_right", [0, 1])
+def test_a_model_that_is_hardly_ever_right_is_told_of_once(num_right):
+    told = list[DraftFit]()
+    fit = DraftFit(on_misfit=told.append)
+    guesses = Guesses(forced(7), None, MOST, fit=fit)
+    for count in range(2 * NUM_JUDGED):
+        guesses.follow(count, (7, 8, 9) if count % 2 else (6,))  # every other guess is the grammar's own
+        assert guesses.propose([0] * count, MOST)
+        guesses.note(MOST, num_right)
+        assert fit.num_drafts == (count + 1) // 2
+    assert fit.accept_length == 1 + num_right
+    assert fit.is_misfit == (not num_right)
+    guesses.follow(0, (7, 8, 9))
+    assert guesses.propose([], MOST)
+    guesses.note(MOST, num_right)
+    assert told == ([] if num_right else [fit])
+
+
 def test_where_the_number_is_given_nothing_rests():
-    guesses = Guesses(None, None, MOST, is_adaptive=False)
+    guesses = Guesses(None, None, MOST)
     for count in range(50):
         guesses.follow(count, (1, 2, 3))
         assert guesses.propose([0] * count, MOST)
