@@ -22,6 +22,8 @@ from moonshard.serving.config.reading import load_config
 from moonshard.serving.deploy.supervisor import ChildFailed, Supervisor
 from moonshard.serving.deploy.terminal import TerminalReporter
 
+SETTINGS = ("gateway.port=0", "gateway.grpc_port=0", 'speculation.method=["grammar", "eagle3", "lookup"]')
+
 
 def demo(document_tokens: int = 2000, max_tokens: int = 64, seed: int = 0, url: str | None = None) -> int:
     """Serve the embedded model, ask it three questions, show where the time went.
@@ -39,7 +41,7 @@ def demo(document_tokens: int = 2000, max_tokens: int = 64, seed: int = 0, url: 
 async def _serve_and_ask(script: Script) -> int:
     begun_s = time.perf_counter()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, signal.raise_signal, signal.SIGINT)
-    config = load_config(None, ["gateway.port=0", "gateway.grpc_port=0"])
+    config = load_config(None, SETTINGS)
     reporter = TerminalReporter()
     supervisor = Supervisor(ChildCommands(config), reporter, limits_of(config))
     try:

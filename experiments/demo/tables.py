@@ -24,6 +24,12 @@ class Account:
     num_completion_tokens: int
     timing: Timing
 
+    @property
+    def tokens_a_step(self) -> float:
+        """Of those behind the first, which the prefill gave: 1 where no guess was right. 0 without such a step."""
+        num_steps = self.timing.num_steps - 1
+        return (self.num_completion_tokens - 1) / num_steps if num_steps > 0 else 0.0
+
 
 def phase_rows(timing: Timing) -> list[Row]:
     """The gateway's phases, with the workers' shares of the long ones apart. Their sum is `timing.e2e_ms`.
@@ -69,6 +75,7 @@ def time_table(accounts: Sequence[Account]) -> Table:
     _add_section(table, [handoff_rows(timing) for timing in timings])
     table.add_row("prompt tokens", *(f"{account.num_prompt_tokens:,}" for account in accounts))
     table.add_row("completion tokens", *(f"{account.num_completion_tokens:,}" for account in accounts))
+    table.add_row("tokens a decode step", *(f"{account.tokens_a_step:.1f}" for account in accounts))
     return table
 
 

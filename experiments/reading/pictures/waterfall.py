@@ -34,10 +34,10 @@ class Slice:
 
 
 def timing_of(row: Mapping[str, Any]) -> Timing:
-    """The times in a row of the table `requests`; null counts as 0."""
+    """The times in a row of the table `requests`; what is null or has no column counts as 0."""
     found = {f"{name}_ms": (row[f"{name}_ns"] or 0) / 1e6 for name in _NS_FIELDS}
     names = [field.name for field in fields(Timing) if field.name not in found]
-    return Timing(**found, **{name: row[name] or 0 for name in names})
+    return Timing(**found, **{name: row.get(name) or 0 for name in names})
 
 
 def slices(timing: Timing) -> list[Slice]:

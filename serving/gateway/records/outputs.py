@@ -14,6 +14,7 @@ class ChoiceOutputs:
 
     num_tokens: int = 0  # that the client was told
     num_new_tokens: int = 0  # of these: with the last output
+    num_steps: int = 0  # of workers, that gave them
     first_ns: int = 0
     second_ns: int = 0
     last_ns: int = 0
@@ -42,6 +43,7 @@ class OutputTally:
         choice = self.choices[delta.choice]
         choice.num_new_tokens = num_new = len(delta.token_ids)
         choice.num_tokens += num_new
+        choice.num_steps += 1
         if choice.first_ns:
             choice.gap_ns = at_ns - choice.last_ns
             if not choice.second_ns:
@@ -61,6 +63,10 @@ class OutputTally:
     @property
     def num_tokens(self) -> int:
         return sum(choice.num_tokens for choice in self.choices.values())
+
+    @property
+    def num_steps(self) -> int:
+        return sum(choice.num_steps for choice in self.choices.values())
 
     @property
     def num_begun(self) -> int:

@@ -61,8 +61,13 @@ def test_the_part_of_the_transfer_that_ran_during_the_prefill_is_hidden():
     assert rows["first token to second"] == TIMING.handoff_gap_ms
 
 
+def test_tokens_are_counted_by_the_steps_behind_the_prefill():
+    assert account("", replace(TIMING, num_steps=9)).tokens_a_step == 2.0  # 17, one of the prefill
+    assert account("", replace(TIMING, num_steps=1)).tokens_a_step == 0.0
+
+
 def test_a_column_for_each_request_fits_a_terminal_of_80_columns():
-    slow = replace(TIMING, **{field.name: 1234.56 for field in fields(Timing) if field.name != "num_retries"})
+    slow = replace(TIMING, **{field.name: 1234.56 for field in fields(Timing) if not field.name.startswith("num_")})
     accounts = [account(title, slow) for title in ("document", "tool", "answer", "follow-up", "answer", "gRPC")]
     sink = io.StringIO()
     Console(file=sink, width=80).print(time_table(accounts))

@@ -78,6 +78,8 @@ async def test_every_metric_moves_in_a_run_that_does_everything(
     worker.load.wasted_tokens = 4
     worker.load.overlapped_steps = 5
     worker.load.num_drafts, worker.load.draft_tokens, worker.load.accepted_tokens = 2, 5, 3
+    worker.load.accepted_at[:] = [2, 1, 0]
+    worker.load.num_model_drafts, worker.load.model_accepted_tokens = 300, 6
     worker.load.num_lost_spans = 7
     worker.load.num_lost_rows = 8
     worker.load.num_compilations = 6
@@ -108,6 +110,11 @@ async def test_every_metric_moves_in_a_run_that_does_everything(
     still = {"vllm:cache_config_info", *of_worker}
     never = {"moonshard_worker_restarts_total", "moonshard_reserved_tokens"}  # nothing restarted, nothing is held now
     of_batches = {"moonshard_batch_retries_total", "moonshard_batch_store_failures_total"}  # which are off here
+    per_pos = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
+    assert [busy[per_pos, "0", "kimi", str(place)] for place in range(3)] == [2, 1, 0]
+    address = running.gateway.pool.links[0].address
+    assert busy["moonshard_draft_accept_length", address] == 1 + 6 / 300
+    assert busy["moonshard_draft_misfit", address] == 1
     for name in names - still - never - of_batches:
         values = {key: value for key, value in busy.items() if key[0] == name}
         assert any(idle.get(key) != value for key, value in values.items()), name
