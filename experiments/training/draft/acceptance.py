@@ -70,7 +70,9 @@ class Simulation:
         self._target = folder_weights(model, POCKET, mesh)
         self._draft = draft
         self._weights = lend(weights.load(draft.declare(), source, "float32", mesh), self._target)
-        self._taught = jax.jit(Objective(model, draft).taught)
+        self._objective = Objective(model, draft)
+        self._taught = jax.jit(self._objective.taught)
+        self._laws = jax.jit(self._objective.first_guesses)
         self._extend = jax.jit(draft.extend, donate_argnums=1)
         self._chain = jax.jit(functools.partial(chain, draft), static_argnums=5, donate_argnums=1)
 
@@ -107,6 +109,15 @@ class Simulation:
                 begin[row], known[row] = ends[row], known[row] + num_right + 1
             width = NUM_GUESSES + 1
         return found
+
+    def first_guesses(self, each: Answered) -> tuple[jax.Array, jax.Array]:
+        """Logits of the target and of the draft's first guess, at each token of the answer but the first."""
+        tokens, length = np.zeros((1, LONGEST), np.int32), len(each.tokens)
+        tokens[0, :length] = each.tokens
+        positions = np.where(np.arange(LONGEST) < length, np.arange(LONGEST), -1)[None].astype(np.int32)
+        target, draft = self._laws(self._weights, self._target, jnp.asarray(tokens), jnp.asarray(positions))
+        at = np.arange(each.num_prompt - 1, length - 2)  # rows t, which say the token at t + 2
+        return target[0, at], draft[0, at]
 
     def _accepted(
         self,

@@ -81,6 +81,17 @@ class Objective:
             shares.append(((logits.argmax(axis=-1) == best) * counted).sum() / total)
         return sum(losses, jnp.float32(0)), jnp.stack(shares)
 
+    def first_guesses(
+        self, whole: EagleWeights[Array], target: Any, tokens: Int[Array, "n t"], positions: Int[Array, "n t"]
+    ) -> tuple[Float[Array, "n s v"], Float[Array, "n s v"]]:
+        """Of rows 0 to t - 3: logits of the target and of the draft for the token two behind the row.
+
+        `whole`: the draft's weights with the tables that it borrows.
+        """
+        hidden, features = self.taught(target, tokens, positions)
+        first, *_ = self.guesses(whole, tokens[:, 1:-1], positions[:, :-2], features[:, :-2])
+        return self._logits(target, hidden[:, 1:-1]), self._guessed(whole, first)
+
     def guesses(
         self,
         w: EagleWeights[Array],
