@@ -72,10 +72,14 @@ class PrefixCache:
 
     It is off where a model has several KV groups, or one with a window: a name stands for one block that is not written
     over.
+
+    Where it `reads_ahead`, a block's last token has KV that depends on the token behind it, as of a draft model, and no
+    name says which that was. So whoever found a chain writes the last token of its last block again, in a copy.
     """
 
-    def __init__(self, pool: BlockPool, *, is_on: bool = True):
+    def __init__(self, pool: BlockPool, *, is_on: bool = True, reads_ahead: bool = False):
         self._pool = pool
+        self.reads_ahead = reads_ahead
         self.is_on = is_on and pool.groups.is_plain
         self._blocks: tuple[dict[BlockName, int], ...] = tuple({} for _ in range(pool.num_partitions))
         self._names: tuple[dict[int, BlockName], ...] = tuple({} for _ in range(pool.num_partitions))

@@ -97,6 +97,7 @@ class LoadedModel:
             q_tile=self.shapes.q_tile,
             q_len=self.shapes.q_len,
             has_prefix_cache=config.kv.prefix_cache and self.shapes.groups.is_plain,
+            reads_ahead=self.shapes.num_ahead > 0,
             num_microbatches=min(self.num_stages, self.pool.slots_per_partition),
             max_context_tokens=self.shapes.max_context_tokens,
             max_queued_requests=config.gateway.max_queued_requests,

@@ -80,7 +80,7 @@ class Admission:
         """
         if sequence.num_tokens - sequence.accepted.num_known_tokens > most_tokens:
             return False
-        return sequence.num_tokens - len(self._found_before_last(sequence)) * self._pool.block_size <= most_tokens
+        return sequence.num_tokens - len(self._to_share(sequence)) * self._pool.block_size <= most_tokens
 
     def _leaves_room(self, sequence: Sequence, first: Sequence) -> bool:
         """Whether the first in line, which it overtakes, would still find a slot and its blocks."""
@@ -96,13 +96,12 @@ class Admission:
         return occupancy
 
     def _enter(self, sequence: Sequence, unlaunched: Set[int]) -> Occupancy | None:
-        """Enters with the blocks of all its known tokens but the last, which is computed again to see what follows
-        it.
-        """
+        """Enters with the blocks of its known tokens, the last of which is computed again to see what follows."""
         found = self._found(sequence)
-        if len(found) * self._pool.block_size < sequence.num_tokens:
+        is_all = len(found) * self._pool.block_size == sequence.num_tokens
+        if not found or not (is_all or self._cache.reads_ahead):
             return self._enter_behind(sequence, found)
-        occupancy = None if found[-1] in unlaunched else self._enter_behind_all(sequence, found)
+        occupancy = None if found[-1] in unlaunched else self._enter_in_last(sequence, found)
         return occupancy or self._enter_behind(sequence, found[:-1])
 
     def _enter_behind(self, sequence: Sequence, found: tuple[int, ...]) -> Occupancy | None:
@@ -111,8 +110,8 @@ class Admission:
             occupancy.num_computed, occupancy.num_noted = len(found) * self._pool.block_size, len(found)
         return occupancy
 
-    def _enter_behind_all(self, sequence: Sequence, found: tuple[int, ...]) -> Occupancy | None:
-        """Enters with all its known blocks. The last one is copied, since the last token's KV is written again and
+    def _enter_in_last(self, sequence: Sequence, found: tuple[int, ...]) -> Occupancy | None:
+        """Enters with these blocks, of the last of which the last token is computed again. That block is copied, since
         others may read the original.
         """
         partition, last = self._slots.partition, found[-1]
@@ -121,7 +120,7 @@ class Admission:
         if occupancy is None:
             self._pool.release(partition, (last,))
             return None
-        occupancy.num_computed = sequence.num_tokens - 1
+        occupancy.num_computed = len(found) * self._pool.block_size - 1
         copy = CopyPlan(
             number=self._launches.next_number(), pairs=((partition, last, occupancy.blocks[len(found) - 1]),)
         )
@@ -130,11 +129,16 @@ class Admission:
 
     def num_known_tokens(self, sequence: Sequence) -> int:
         """How many tokens need not be computed, as things are now."""
-        return min(len(self._found(sequence)) * self._pool.block_size, sequence.num_tokens - 1)
+        num_found = len(self._found(sequence)) * self._pool.block_size
+        return max(0, min(num_found - self._cache.reads_ahead, sequence.num_tokens - 1))
 
-    def _found_before_last(self, sequence: Sequence) -> tuple[int, ...]:
-        """The blocks that the cache has, without the block of the last known token, which is not always of use."""
-        return self._found(sequence)[: (sequence.num_tokens - 1) // self._pool.block_size]
+    def _to_share(self, sequence: Sequence) -> tuple[int, ...]:
+        """The blocks that the cache has, without one that would be copied, and without that of the last known token,
+        which is not always of use.
+        """
+        found = self._found(sequence)
+        num_shared = max(0, len(found) - self._cache.reads_ahead)
+        return found[: min(num_shared, (sequence.num_tokens - 1) // self._pool.block_size)]
 
     def _found(self, sequence: Sequence) -> tuple[int, ...]:
         """The blocks that the cache has; none for a prompt whose log-probabilities only its computation gives."""
@@ -241,7 +245,7 @@ class Admission:
 
     def _num_free_to_admit(self, sequence: Sequence) -> int:
         """How many blocks have to be free, including those free ones that already hold its beginning."""
-        found = self._found_before_last(sequence)
+        found = self._to_share(sequence)
         return self._pool.num_needed(self._slots.partition, self._num_blocks_to_admit(sequence), found)
 
     def _load_where_needed(self, occupancy: Occupancy) -> None:

@@ -59,6 +59,7 @@ class SchedulerConfig(PartitionConfig):
     max_context_tokens: int
     max_queued_requests: int
     has_prefix_cache: bool = True
+    reads_ahead: bool = False  # a token has KV that depends on the token behind it, as a draft model's does
     num_microbatches: int = 1  # parts of the slots that decode in turn, so that the stages of a pipeline all have work
 
     def __post_init__(self) -> None:
@@ -80,7 +81,7 @@ class Scheduler:
         self._accepted: dict[bytes, Accepted] = {}
         self._launches = Launches()
         self._totals = Totals()
-        self.cache = PrefixCache(pool, is_on=config.has_prefix_cache)
+        self.cache = PrefixCache(pool, is_on=config.has_prefix_cache, reads_ahead=config.reads_ahead)
         self._partitions = tuple(
             Partition(config, pool, self.cache, partition, self._launches, self._totals)
             for partition in range(pool.num_partitions)

@@ -310,8 +310,11 @@ class Reservations[Owner: Hashable]:
         return Reserved(waiting.owner, target, waiting.arrived_s)
 
     def _found(self, request: Request, partition: int) -> tuple[int, ...]:
-        """Cached blocks that begin the prompt and need not move."""
-        return self._cache.match(partition, request.block_names)
+        """Cached blocks that begin the prompt and need not move. One whose last token was written for another
+        continuation comes anew.
+        """
+        found = self._cache.match(partition, request.block_names)
+        return found[:-1] if self._cache.reads_ahead else found
 
     def _roomiest(self, request: Request) -> int:
         def room(partition: int) -> tuple[bool, int, int, int]:

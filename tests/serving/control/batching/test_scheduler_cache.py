@@ -42,6 +42,32 @@ def test_a_prompt_seen_before_is_computed_from_its_last_block_on_and_a_whole_one
     assert computed(run(scheduler, a_request("b", num_prompt))) == [(start, num_prompt - start)]
 
 
+@pytest.mark.parametrize(("num_prompt", "start"), [(15, 0), (16, 15), (17, 15), (40, 31), (48, 47), (64, 63)])
+def test_where_a_token_has_kv_of_the_token_behind_it_the_last_that_was_found_is_computed_again(
+    num_prompt: int, start: int
+):
+    scheduler = caching(reads_ahead=True)
+    first = run(scheduler, a_request("a", num_prompt))
+    plans = run(scheduler, a_request("b", num_prompt))
+    assert computed(plans) == [(start, num_prompt - start)]
+    copies = [pair for plan in plans if isinstance(plan, CopyPlan) for pair in plan.pairs]
+    assert len(copies) == (start > 0)
+    (chunk,) = chunks(plans)
+    for _, original, copy in copies:  # others may read the original, and the one that follows it differs for them
+        place = start // BLOCK_SIZE
+        assert chunks(first)[0].block_table[place] == original
+        assert chunk.block_table[:place] == chunks(first)[0].block_table[:place]
+        assert chunk.block_table[place] == copy
+        assert copy != original
+    assert scheduler._pool.num_free(0) == scheduler._pool.blocks_per_partition
+
+
+def test_where_there_is_no_room_for_a_copy_a_block_more_is_computed():
+    scheduler = caching(num_blocks=2, reads_ahead=True)
+    run(scheduler, a_request("a", 20))
+    assert computed(run(scheduler, a_request("b", 20))) == [(0, 20)]
+
+
 def test_only_what_begins_alike_is_reused():
     scheduler = caching()
     run(scheduler, a_request("a", 64))
