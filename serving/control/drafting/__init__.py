@@ -1,5 +1,5 @@
-"""Guesses at the tokens that will follow, which cost no weights, and when they are worth a try.
+"""Guesses at the tokens that will follow, and when they are worth a try.
 
-`drafter` is what the scheduler sees, `lookup` finds what followed before, and `guesses` combines what guesses for one
-sequence and keeps account of how often it is right.
+`drafter` is what the scheduler sees; `lookup` finds what followed before; `guesses` combines what guesses for one
+sequence; `worth` times what a try costs; `fit` tells whether a draft model is of any use.
 """

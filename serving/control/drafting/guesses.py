@@ -1,5 +1,5 @@
-"""All that guesses for one sequence: the grammar's own tokens first, then what a draft model takes to follow if that
-goes on from them, else lookup; and when to stop trying.
+"""All that guesses for one sequence: the grammar's own tokens first, then a draft model or lookup, whichever has been
+right more often; and when to stop trying.
 
 A row that guesses must know all tokens before it, so that its step is launched only once the step before has come back.
 That costs the gap between two steps, and more positions cost time of their own. So a sequence whose guesses are too
@@ -15,7 +15,34 @@ from moonshard.serving.control.drafting.worth import Worth
 type Forced = Callable[[Sequence[int], int], tuple[int, ...]]  # generated, most -> what alone may follow
 
 WEIGHT = 0.25  # of the newest step in the mean of accepted tokens
+MODEL_S, LOOKUP_S = 1.5, 1.0  # right guesses of a step, before any are known
 FIRST_REST, LONGEST_REST = 8, 32  # tokens without a guess before the next try; doubled as long as tries fail
+
+
+class _Source:
+    """One that guesses, and how many of its guesses are right in the mean, whether they were tried or not."""
+
+    def __init__(self, mean_right: float):
+        self.mean_right = mean_right
+        self._said: tuple[int, ...] | None = None
+        self._behind = 0  # generated tokens
+
+    def say(self, num_generated: int, said: tuple[int, ...]) -> None:
+        self._behind, self._said = num_generated, said
+
+    def judge(self, generated: Sequence[int]) -> None:
+        """Compares what it said last with what came. What is right as far as anybody knows speaks not against it, and
+        who was asked and said nothing was right about nothing.
+        """
+        said, self._said = self._said, None
+        if said is None or len(generated) == self._behind:
+            return
+        came = tuple(generated[self._behind : self._behind + len(said)])
+        pairs = enumerate(zip(said, came, strict=False))
+        num_right = next((place for place, (guess, token) in pairs if guess != token), len(came))
+        if len(came) == num_right < len(said):
+            num_right = max(num_right, self.mean_right)
+        self.mean_right += WEIGHT * (num_right - self.mean_right)
 
 
 class Guesses:
@@ -39,7 +66,8 @@ class Guesses:
         self._followed = 0
         self._worth = worth
         self._fit = fit
-        self._is_model_s = False  # the last proposal
+        self._by_model, self._by_lookup = _Source(MODEL_S), _Source(LOOKUP_S)
+        self._is_model_s = False  # what was proposed last
         self._most = 0  # tokens of it
         self._mean_accepted = 1.0  # of a step, steps that had nothing to guess counted as 0
         self._rest = FIRST_REST
@@ -58,18 +86,45 @@ class Guesses:
             return ()
         if self._worth is not None:
             self._worth.tries()
-        forced = draft = self._forced(generated, most) if self._forced is not None else ()
-        if self._followed == len(generated) and self._following[: len(draft)] == draft:
-            draft = max(draft, self._following[:most], key=len)
-        self._is_model_s, self._most = len(draft) > len(forced), most
-        if self._lookup is not None and len(draft) < most:
-            draft += self._lookup.propose(generated, draft, most - len(draft))
+        draft = self._best(generated, most)
+        self._most = most
         if not draft and not (self._num_ahead and self._followed != len(generated)):  # else the model was not asked
             self.note(0, 0)
         return draft
 
+    def _best(self, generated: Sequence[int], most: int) -> tuple[int, ...]:
+        for source in (self._by_model, self._by_lookup):
+            source.judge(generated)
+        forced = self._forced(generated, most) if self._forced is not None else ()
+        modelled = self._modelled(generated, forced, most)
+        repeated = self._repeated(generated, forced, most)
+        if len(forced) < most:
+            self._by_lookup.say(len(generated), repeated if repeated != forced else ())
+        self._is_model_s = len(modelled) > len(forced) and (repeated == forced or not self._prefers_lookup)
+        if not self._is_model_s:
+            return repeated
+        return self._repeated(generated, modelled, most)  # what the model leaves open
+
+    def _modelled(self, generated: Sequence[int], forced: tuple[int, ...], most: int) -> tuple[int, ...]:
+        """What the draft model said, if that goes on from what is forced."""
+        if self._followed != len(generated):
+            return forced
+        said = self._following[:most]
+        self._by_model.say(len(generated), said)
+        return said if len(said) > len(forced) and said[: len(forced)] == forced else forced
+
+    def _repeated(self, generated: Sequence[int], draft: tuple[int, ...], most: int) -> tuple[int, ...]:
+        """With what lookup takes to follow a draft."""
+        if self._lookup is None or len(draft) >= most:
+            return draft
+        return draft + self._lookup.propose(generated, draft, most - len(draft))
+
+    @property
+    def _prefers_lookup(self) -> bool:
+        return self._lookup is not None and self._by_lookup.mean_right > self._by_model.mean_right
+
     def num_ahead(self, num_generated: int) -> int:
-        return self._num_ahead if self.is_eager(num_generated) else 0
+        return self._num_ahead if self.is_eager(num_generated) and not self._prefers_lookup else 0
 
     def follow(self, num_generated: int, guesses: tuple[int, ...]) -> None:
         self._followed, self._following = num_generated, guesses

@@ -57,6 +57,46 @@ def test_lookup_goes_on_where_a_draft_model_says_nothing():
     assert guesses.propose([2], MOST)[:2] == (8, 9)
 
 
+def tokens_of_a_loop(num: int) -> list[int]:
+    return [place % 7 for place in range(num)]
+
+
+def test_lookup_goes_first_where_it_has_been_right_more_often_and_then_the_model_is_not_asked():
+    guesses = Guesses(None, Lookup(tokens_of_a_loop(21)), MOST)
+    num_known, was_asked = 0, list[bool]()
+    for _ in range(12):
+        was_asked.append(guesses.num_ahead(num_known) > 0)
+        if was_asked[-1]:
+            guesses.follow(num_known, (90, 91, 92))
+        known = tokens_of_a_loop(21 + num_known)[21:]
+        right = guesses.propose(known, MOST)[:1] == (num_known % 7,)
+        num_known += 1 + MOST * right
+    assert was_asked[0]
+    assert not any(was_asked[-4:])
+    assert guesses.propose(tokens_of_a_loop(21 + num_known)[21:], MOST)[0] == num_known % 7
+
+
+def test_the_model_is_asked_again_where_lookup_finds_nothing_any_more():
+    guesses = Guesses(None, Lookup(tokens_of_a_loop(21)), MOST)
+    looping = tokens_of_a_loop(80)[21:]
+    for num_known in range(0, 40, 4):
+        guesses.propose(looping[:num_known], MOST)
+    assert guesses.num_ahead(40) == 0
+    others = [*looping[:40], *range(100, 130)]
+    for num_known in range(41, 60):
+        guesses.propose(others[:num_known], MOST)
+    assert guesses.num_ahead(60) == MOST
+
+
+def test_a_model_that_is_right_goes_before_lookup():
+    guesses = Guesses(None, Lookup([1, 2, 3, 4, 1, 2]), MOST)
+    for num_known in range(0, 40, 4):
+        generated = [1, 2, 90, 91] * (num_known // 4)
+        guesses.follow(num_known, (1, 2, 90))
+        assert guesses.propose(generated, MOST) == (1, 2, 90)
+        assert guesses.num_ahead(num_known) == MOST
+
+
 def rests_after_failures(guesses: Guesses, num: int) -> list[int]:
     """How many tokens it lets pass without a guess, rest by rest, while no guess is right."""
     rests, count = list[int](), 0
