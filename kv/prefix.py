@@ -73,13 +73,13 @@ class PrefixCache:
     It is off where a model has several KV groups, or one with a window: a name stands for one block that is not written
     over.
 
-    Where it `reads_ahead`, a block's last token has KV that depends on the token behind it, as of a draft model, and no
-    name says which that was. So whoever found a chain writes the last token of its last block again, in a copy.
+    Where it `has_next_token_kv`, a block's last token has KV that depends on the token behind it, as of a draft model,
+    and no name says which that was. So whoever found a chain writes the last token of its last block again, in a copy.
     """
 
-    def __init__(self, pool: BlockPool, *, is_on: bool = True, reads_ahead: bool = False):
+    def __init__(self, pool: BlockPool, *, is_on: bool = True, has_next_token_kv: bool = False):
         self._pool = pool
-        self.reads_ahead = reads_ahead
+        self.has_next_token_kv = has_next_token_kv
         self.is_on = is_on and pool.groups.is_plain
         self._blocks: tuple[dict[BlockName, int], ...] = tuple({} for _ in range(pool.num_partitions))
         self._names: tuple[dict[int, BlockName], ...] = tuple({} for _ in range(pool.num_partitions))
@@ -92,6 +92,10 @@ class PrefixCache:
         known = self._blocks[partition]
         found = tuple(known[name] for name in itertools.takewhile(known.__contains__, names))
         return found if len(set(found)) == len(found) else _before_any_again(found)
+
+    def shareable(self, found: tuple[int, ...]) -> tuple[int, ...]:
+        """Of a chain as `match` gave it, the blocks that may be read as they are by whoever goes on from it."""
+        return found[:-1] if self.has_next_token_kv else found
 
     def hold(self, partition: int, blocks: Sequence[int]) -> None:
         """Adds a reference to each of these blocks, as `match` gave them."""

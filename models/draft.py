@@ -187,9 +187,9 @@ def chain(
         room: tokens of each sequence for which its table has blocks; None: as many as the table has columns for.
 
     Returns:
-        The guesses for positions + 2 and so on, of the target's vocabulary; what padding guesses means nothing. The
-        pages have KV of positions + 1 to positions + `num_tokens` - 1. A row for which the block table has no column
-        writes nothing.
+        The guesses for positions + 2 and so on, of the target's vocabulary; what padding guesses means nothing, nor
+        what is guessed from a position without room. The pages have KV of positions + 1 and so on, one less than there
+        are guesses, as far as there is room.
     """
     if room is None:
         room = jnp.full_like(positions, block_tables.shape[-1] * pages.shape[2] * shard.num_parts("kv_tokens"))

@@ -248,7 +248,7 @@ class Usage(_message.Message):
     def __init__(self, prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., reasoning_tokens: _Optional[int] = ...) -> None: ...
 
 class Timing(_message.Message):
-    __slots__ = ("e2e_ms", "ttft_ms", "gateway_queue_ms", "first_token_ms", "decode_ms", "finish_ms", "worker_queue_ms", "worker_prefill_ms", "worker_decode_ms", "wire_ms", "handoff_gap_ms", "transfer_ms", "exposed_transfer_ms", "land_ms", "join_ms", "num_retries", "lost_ms", "decode_queue_ms", "num_steps")
+    __slots__ = ("e2e_ms", "ttft_ms", "gateway_queue_ms", "first_token_ms", "decode_ms", "finish_ms", "worker_queue_ms", "worker_prefill_ms", "worker_decode_ms", "wire_ms", "handoff_gap_ms", "transfer_ms", "exposed_transfer_ms", "land_ms", "join_ms", "num_retries", "lost_ms", "decode_queue_ms", "num_outputs")
     E2E_MS_FIELD_NUMBER: _ClassVar[int]
     TTFT_MS_FIELD_NUMBER: _ClassVar[int]
     GATEWAY_QUEUE_MS_FIELD_NUMBER: _ClassVar[int]
@@ -267,7 +267,7 @@ class Timing(_message.Message):
     NUM_RETRIES_FIELD_NUMBER: _ClassVar[int]
     LOST_MS_FIELD_NUMBER: _ClassVar[int]
     DECODE_QUEUE_MS_FIELD_NUMBER: _ClassVar[int]
-    NUM_STEPS_FIELD_NUMBER: _ClassVar[int]
+    NUM_OUTPUTS_FIELD_NUMBER: _ClassVar[int]
     e2e_ms: float
     ttft_ms: float
     gateway_queue_ms: float
@@ -286,8 +286,8 @@ class Timing(_message.Message):
     num_retries: int
     lost_ms: float
     decode_queue_ms: float
-    num_steps: int
-    def __init__(self, e2e_ms: _Optional[float] = ..., ttft_ms: _Optional[float] = ..., gateway_queue_ms: _Optional[float] = ..., first_token_ms: _Optional[float] = ..., decode_ms: _Optional[float] = ..., finish_ms: _Optional[float] = ..., worker_queue_ms: _Optional[float] = ..., worker_prefill_ms: _Optional[float] = ..., worker_decode_ms: _Optional[float] = ..., wire_ms: _Optional[float] = ..., handoff_gap_ms: _Optional[float] = ..., transfer_ms: _Optional[float] = ..., exposed_transfer_ms: _Optional[float] = ..., land_ms: _Optional[float] = ..., join_ms: _Optional[float] = ..., num_retries: _Optional[int] = ..., lost_ms: _Optional[float] = ..., decode_queue_ms: _Optional[float] = ..., num_steps: _Optional[int] = ...) -> None: ...
+    num_outputs: int
+    def __init__(self, e2e_ms: _Optional[float] = ..., ttft_ms: _Optional[float] = ..., gateway_queue_ms: _Optional[float] = ..., first_token_ms: _Optional[float] = ..., decode_ms: _Optional[float] = ..., finish_ms: _Optional[float] = ..., worker_queue_ms: _Optional[float] = ..., worker_prefill_ms: _Optional[float] = ..., worker_decode_ms: _Optional[float] = ..., wire_ms: _Optional[float] = ..., handoff_gap_ms: _Optional[float] = ..., transfer_ms: _Optional[float] = ..., exposed_transfer_ms: _Optional[float] = ..., land_ms: _Optional[float] = ..., join_ms: _Optional[float] = ..., num_retries: _Optional[int] = ..., lost_ms: _Optional[float] = ..., decode_queue_ms: _Optional[float] = ..., num_outputs: _Optional[int] = ...) -> None: ...
 
 class Summary(_message.Message):
     __slots__ = ("request_id", "model", "usage", "timing", "seed")

@@ -133,7 +133,7 @@ class Timing:
     land_ms: float = 0.0
     join_ms: float = 0.0
     num_retries: int = 0  # how often the request went on on another worker
-    num_steps: int = 0  # of workers, that gave its tokens: one for each token of each choice where nothing guesses
+    num_outputs: int = 0  # of workers, over all choices: one for each token where nothing guesses
 
     def phases(self) -> dict[str, float]:
         """The phases in the order they happen. They partition the request: their sum is `e2e_ms`."""

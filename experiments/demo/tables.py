@@ -27,8 +27,8 @@ class Account:
     @property
     def tokens_a_step(self) -> float:
         """Of those behind the first, which the prefill gave: 1 where no guess was right. 0 without such a step."""
-        num_steps = self.timing.num_steps - 1
-        return (self.num_completion_tokens - 1) / num_steps if num_steps > 0 else 0.0
+        num_outputs = self.timing.num_outputs - 1
+        return (self.num_completion_tokens - 1) / num_outputs if num_outputs > 0 else 0.0
 
 
 def phase_rows(timing: Timing) -> list[Row]:

@@ -210,7 +210,9 @@ class SpeculationConfig:
 
     method: Literal["none", "grammar", "lookup", "eagle3", "mtp"] | tuple[GuessingMethod, ...] = "none"  # or several
     path: Path | None = None  # the folder of an eagle3 draft; none: of the embedded model its own
-    num_tokens: GuessedTokens | None = None  # of a guess, at most; auto: 3, and for a while none where few are right
+    num_tokens: GuessedTokens | None = (
+        None  # of a guess, at most; auto: 3, and none while they cost more than they gain
+    )
 
     @property
     def methods(self) -> tuple[GuessingMethod, ...]:

@@ -24,7 +24,7 @@ from moonshard.serving.control.plan import (
 from moonshard.serving.control.request import Request, SequenceId, SlotId
 from moonshard.serving.control.sampling_parameters import PARAMETERS
 from moonshard.serving.engine.scoring.prompts import scored_places, write_tiles
-from moonshard.serving.engine.steps import GUESSES, Step, StepKind, StepShapes, smallest
+from moonshard.serving.engine.steps import GUESS_AFTER, Step, StepKind, StepShapes, smallest
 
 Fields = Mapping[str, np.ndarray]
 
@@ -94,7 +94,7 @@ class StepEncoder:
                 draws[sequence] = first_draw + index
         order = (sequence for chunk in plan.chunks for sequence, _ in chunk.samples)
         scoring, scored = self._scoring(plan, bucket) if is_scored else (None, ())
-        guessing = self._guessing_behind(by_partition, bucket, bool(draws)) if self._shapes.num_ahead else None
+        guessing = self._guesses_after_prefill(by_partition, bucket, bool(draws)) if self._shapes.num_ahead else None
         return Step(
             plan.number,
             StepKind.PREFILL,
@@ -108,7 +108,7 @@ class StepEncoder:
             draws=tuple(draws[each] for each in order),
         )
 
-    def _guessing_behind(self, by_partition: list[list[PrefillChunk]], bucket: int, is_drawn: bool) -> np.ndarray:
+    def _guesses_after_prefill(self, by_partition: list[list[PrefillChunk]], bucket: int, is_drawn: bool) -> np.ndarray:
         """The packed guesses behind a prefill: the token that follows each of its tokens."""
         packed, fields = self._blank(StepKind.GUESS_PREFILL, bucket)
         fields["num_ahead"][...] = self._shapes.num_ahead if is_drawn else 0
@@ -120,10 +120,10 @@ class StepEncoder:
                 end = begin + len(chunk.tokens) - 1
                 following[begin:end] = chunk.tokens[1:]
                 following[end] = -1 - chunk.samples[0][1].index if chunk.next_token is None else chunk.next_token
-                # those forked from a sequence have its blocks still, where only one may write its guesses
-                for index in range(len(chunk.samples)):
-                    num_blocks[draw] = 1 if index else len(chunk.block_table)
-                    draw += 1
+                # of those forked from a sequence the row behind the prompt has its token, and so no guesses of theirs
+                if chunk.samples:
+                    num_blocks[draw] = len(chunk.block_table)
+                draw += len(chunk.samples)
                 row += self._num_rows(chunk)
         return packed
 
@@ -199,23 +199,24 @@ class StepEncoder:
             for name, field in fields.items():
                 field[partition] = own[name][:bucket]
         num_drawn = self._layouts[_DECODES[kind], 0].size  # words: the fields of plain draws come first
+        has_model = self._shapes.num_ahead > 0
+        guessing = self._guesses_after_decode(kind, bucket, num_ahead, by_partition) if has_model else None
         return Step(
             plan.number,
             kind,
             bucket,
             packed.copy(),
             sampling=self._drawn[:, :num_drawn].copy(),
-            guessing=self._guessing_behind_rows(kind, bucket, num_ahead, by_partition)
-            if self._shapes.num_ahead
-            else None,
+            guessing=guessing,
             num_ahead=num_ahead,
             draws=self._draws_of(plan),
         )
 
-    def _guessing_behind_rows(
+    def _guesses_after_decode(
         self, kind: StepKind, bucket: int, num_ahead: int, by_partition: list[list[DecodeRow]]
     ) -> np.ndarray:
-        packed, fields = self._blank(GUESSES[kind], bucket)
+        """The packed guesses behind a decode step."""
+        packed, fields = self._blank(GUESS_AFTER[kind], bucket)
         fields["num_ahead"][...] = num_ahead
         for partition, rows in enumerate(by_partition):
             fields["num_blocks"][partition, : len(rows)] = [len(row.block_table) for row in rows]

@@ -311,12 +311,21 @@ def _results(plan: Plan, drawn: Drawn) -> dict[SequenceId, Sampled]:
             owners = [(sequence, chunk.request) for chunk in chunks for sequence, _ in chunk.samples]
         case LoadPlan() | CopyPlan():
             owners = []
-    guesses = [()] * len(owners) if drawn.guesses is None else map(tuple, drawn.guesses.tolist())
+    guesses = [()] * len(owners) if drawn.guesses is None else _guesses(plan, drawn.guesses)
     drawn_rows = zip(owners, drawn.tokens.tolist(), drawn.num_emitted.tolist(), guesses, strict=True)
     return {
         sequence: Sampled(tuple(tokens[:count]), _logprobs(drawn, row, request.num_logprobs), guessed)
         for row, ((sequence, request), tokens, count, guessed) in enumerate(drawn_rows)
     }
+
+
+def _guesses(plan: Plan, guesses: np.ndarray) -> list[tuple[int, ...]]:
+    """What the draft model guesses behind each row. Who forks from a prefill has none yet: its token is another."""
+    found: list[tuple[int, ...]] = [tuple(row) for row in guesses.tolist()]
+    if isinstance(plan, PrefillPlan):
+        is_first = [not index for chunk in plan.chunks for index in range(len(chunk.samples))]
+        return [row if first else () for row, first in zip(found, is_first, strict=True)]
+    return found
 
 
 def _logprobs(drawn: Drawn, row: int, num_top: int | None) -> tuple[Logprobs, ...]:

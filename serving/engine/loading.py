@@ -97,7 +97,7 @@ class LoadedModel:
             q_tile=self.shapes.q_tile,
             q_len=self.shapes.q_len,
             has_prefix_cache=config.kv.prefix_cache and self.shapes.groups.is_plain,
-            reads_ahead=self.shapes.num_ahead > 0,
+            has_next_token_kv=self.shapes.num_ahead > 0,
             num_microbatches=min(self.num_stages, self.pool.slots_per_partition),
             max_context_tokens=self.shapes.max_context_tokens,
             max_queued_requests=config.gateway.max_queued_requests,
@@ -303,7 +303,10 @@ def _load_stages(
                 on_read=read_s.append,
             )
         )
-    drafts = [None if draft is None else draft.load(found[-1], part.mesh, part.shard) for part in parts]
+    drafts = [
+        None if draft is None else draft.load(target, part.mesh, part.shard)
+        for part, target in zip(parts, found, strict=True)
+    ]
     jax.block_until_ready((found, drafts))
     timings.divide(begun_s, reading=sum(read_s), placing=timings.now_s - begun_s - sum(read_s))
     with timings.phase("pages"):

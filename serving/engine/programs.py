@@ -111,7 +111,15 @@ class Programs:
                 for stage in self.stages:
                     (stage.load if step.kind is StepKind.LOAD else stage.copy)(step.metadata)
                 return Launched(step, ())
-            case _:
+            case (
+                StepKind.DRAW
+                | StepKind.ACCEPT
+                | StepKind.NOTE
+                | StepKind.SCORE
+                | StepKind.GUESS_PREFILL
+                | StepKind.GUESS_DECODE
+                | StepKind.GUESS_VERIFY
+            ):
                 raise ValueError(f"{step.kind} is no step of its own")
 
     def fetch(self, launched: Launched) -> Drawn | np.ndarray | None:

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from moonshard.serving.engine.compiled.blueprint import Blueprint
-from moonshard.serving.engine.steps import GUESSES, ProgramKey, StepKind
+from moonshard.serving.engine.steps import GUESS_AFTER, ProgramKey, StepKind
 
 _DRAWS = (StepKind.DRAW, StepKind.ACCEPT)
 _NOTE, _LOAD, _COPY = ((kind, 0) for kind in (StepKind.NOTE, StepKind.LOAD, StepKind.COPY))
@@ -48,9 +48,9 @@ class Stage:
         Returns the activations; of a decode or a verification the last stage gives a number instead, that is ready once
         it has run. `hidden` are the activations of the stage before, on any mesh; None on the first.
         """
-        given = () if hidden is None else (jax.device_put(hidden, self._by_partition),)
+        before = () if hidden is None else (jax.device_put(hidden, self._by_partition),)
         state, program = self.state, self.programs[kind, bucket]
-        given = (self.weights, state.pages, state.logits, state.last_token, packed, *given)
+        given = (self.weights, state.pages, state.logits, state.last_token, packed, *before)
         pages, logits, result, self._features = program(*given)
         self.state = state._replace(pages=pages, logits=logits)
         return result
@@ -64,7 +64,7 @@ class Stage:
         """
         drawn = self.state.last_token if kind is StepKind.PREFILL else draws
         given = (self._draft_weights, self.state.pages, drawn, self._features, packed, guessing)
-        pages, guesses = self.programs[GUESSES[kind], bucket](*given)
+        pages, guesses = self.programs[GUESS_AFTER[kind], bucket](*given)
         self._features, self.state = None, self.state._replace(pages=pages)
         return guesses
 

@@ -60,11 +60,12 @@ class DrawMasks(Protocol):
         ...
 
 
-GUESSES = {
+GUESS_AFTER = {
     StepKind.PREFILL: StepKind.GUESS_PREFILL,
     StepKind.DECODE: StepKind.GUESS_DECODE,
     StepKind.VERIFY: StepKind.GUESS_VERIFY,
 }  # the kinds behind which a draft model guesses; the buckets are theirs
+STEP_BEFORE = {guess: step for step, guess in GUESS_AFTER.items()}
 
 type ProgramKey = tuple[StepKind, int]  # a kind and its bucket; 0 for the kinds that have a single size
 
@@ -145,7 +146,7 @@ _BY_EFFORT = (
     StepKind.DRAW,
     StepKind.ACCEPT,
     StepKind.SCORE,
-    *GUESSES.values(),
+    *GUESS_AFTER.values(),
     StepKind.EXPORT,
     StepKind.LAND,
     StepKind.LOAD,
@@ -178,7 +179,7 @@ class StepShapes:
         found |= dict.fromkeys((StepKind.EXPORT, StepKind.LAND), self.transfer_buckets)
         found[StepKind.SCORE] = self.score_buckets
         if self.num_ahead:
-            found |= {guess: found[kind] for kind, guess in GUESSES.items() if kind in found}
+            found |= {guess: found[kind] for kind, guess in GUESS_AFTER.items() if kind in found}
         return {kind: sizes for kind, sizes in found.items() if sizes}
 
     @property
@@ -230,7 +231,7 @@ class StepShapes:
     def _guess(self, rows: int) -> tuple[Field, ...]:
         return (
             Field("num_ahead", ()),  # how many are wanted; equal in all partitions
-            Field("num_blocks", (rows,)),  # of each sequence's table: a guess beyond them writes nothing
+            Field("num_blocks", (rows,)),  # of each sequence's table, beyond which nothing is written; 0: no guesses
         )
 
     def prefill_tile(self, bucket: int) -> int:

@@ -201,7 +201,7 @@ def first_tokens_from(first: link_pb2.FirstTokens) -> m.FirstTokens:
         target_epoch=epoch_from(first.target_epoch, "target_epoch"),
         tokens=tuple(output.token_ids[0] for output in first.outputs),
         is_finished=all(output.finish_reason for output in first.outputs),
-        guesses=tuple(tuple(o.guesses) for o in first.outputs) if any(o.guesses for o in first.outputs) else (),
+        guesses=m.guesses_of(tuple(output.guesses) for output in first.outputs),
     )
 
 

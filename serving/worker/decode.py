@@ -187,8 +187,9 @@ class DecodeHandoffs:
         land_ms = (time.perf_counter() - join.started_s) * 1e3
         self._spans.joined(join.handoff, join.started_s)
         try:
-            prompt = join.request, join.partition, join.block_table
-            is_running = self._engine.join(*prompt, join.tokens, join.guesses, land_ms=land_ms)
+            is_running = self._engine.join(
+                join.request, join.partition, join.block_table, join.tokens, join.guesses, land_ms=land_ms
+            )
         except Rejected as error:  # above all: another number of first tokens than of choices
             self._reservations.turned_down(join)
             refusal = wire.rejection(error)

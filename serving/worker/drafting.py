@@ -35,9 +35,18 @@ def drafters_of(config: SpeculationConfig, masks: Masks, worth: Worth, fit: Draf
     return drafter
 
 
-def warn_of_misfit(fit: DraftFit) -> None:
-    logger.warning(
-        "the draft model (speculation.method) fits this model badly: a step with its guesses gives %.2f tokens, and 1 "
-        "without any",
-        fit.accept_length,
-    )
+class MisfitWarning:
+    """Says once if a worker's draft model turns out to be of no use."""
+
+    def __init__(self, fit: DraftFit):
+        self._fit = fit
+        self._is_said = False
+
+    def look(self) -> None:
+        if self._fit.is_misfit and not self._is_said:
+            self._is_said = True
+            logger.warning(
+                "the draft model (speculation.method) fits this model badly: a step with its guesses gives %.2f "
+                "tokens, and 1 without any",
+                self._fit.accept_length,
+            )

@@ -53,7 +53,7 @@ def load_message(counters: Counters, **rest: object) -> link_pb2.WorkerLoad:
         num_drafts=totals.num_drafts,
         draft_tokens=totals.draft_tokens,
         accepted_tokens=totals.accepted_tokens,
-        accepted_at=totals.accepted_at,
+        accepted_per_position=totals.accepted_per_position,
         cached_tokens=totals.cached_tokens,
         **rest,  # pyright: ignore[reportArgumentType]  # named by the caller, checked by protobuf
     )

@@ -32,7 +32,7 @@ from moonshard.serving.transfer.plane import KvPlane
 from moonshard.serving.wire import handoffs as handoff_wire
 from moonshard.serving.wire import requests as wire
 from moonshard.serving.wire.link import Link
-from moonshard.serving.worker.drafting import drafters_of, warn_of_misfit
+from moonshard.serving.worker.drafting import MisfitWarning, drafters_of
 from moonshard.serving.worker.links import Links
 from moonshard.serving.worker.prefix_feed import PrefixFeed
 from moonshard.serving.worker.report import load_message, partition_state, welcome_message
@@ -75,7 +75,8 @@ class Worker:
         num_partitions = model.shapes.num_partitions
         num_draws = num_partitions * model.shapes.slots_per_partition
         masks = Masks(self._compiling.grammars, num_draws, num_partitions, model.shapes.q_len)
-        self._worth, self._fit = Worth(), DraftFit(on_misfit=warn_of_misfit)
+        self._worth, self._fit = Worth(), DraftFit()
+        self._misfit_warning = MisfitWarning(self._fit)
         drafters = drafters_of(config.speculation, masks, self._worth, self._fit)
         self._scheduler = Scheduler(model.scheduler_config(config), self._pool, drafters)
         self._record = recorded.trace(epoch=self.epoch, role=role)
@@ -234,7 +235,8 @@ class Worker:
 
     def on_done(self, done: StepDone, plan: Plan | None) -> None:
         if plan is not None and self._model.shapes.q_len > 1:
-            self._worth.note(plan, done.done_ns)
+            self._worth.note(plan, done.bucket, done.done_ns)
+            self._misfit_warning.look()
         self._record(done, plan)
 
 

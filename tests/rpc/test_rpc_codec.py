@@ -29,7 +29,7 @@ TIMING = Timing(
     land_ms=0.125,
     join_ms=0.375,
     num_retries=2,
-    num_steps=5,
+    num_outputs=5,
 )
 USAGE = Usage(prompt_tokens=1, completion_tokens=2, cached_tokens=0)
 SUMMARY = Summary(request_id="r", model="m", seed=0, usage=USAGE, timing=TIMING)

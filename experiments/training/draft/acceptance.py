@@ -72,7 +72,7 @@ class Simulation:
         self._weights = lend(weights.load(draft.declare(), source, "float32", mesh), self._target)
         self._objective = Objective(model, draft)
         self._taught = jax.jit(self._objective.taught)
-        self._laws = jax.jit(self._objective.first_guesses)
+        self._first_guesses = jax.jit(self._objective.first_guesses)
         self._extend = jax.jit(draft.extend, donate_argnums=1)
         self._chain = jax.jit(functools.partial(chain, draft), static_argnums=5, donate_argnums=1)
 
@@ -115,7 +115,7 @@ class Simulation:
         tokens, length = np.zeros((1, LONGEST), np.int32), len(each.tokens)
         tokens[0, :length] = each.tokens
         positions = np.where(np.arange(LONGEST) < length, np.arange(LONGEST), -1)[None].astype(np.int32)
-        target, draft = self._laws(self._weights, self._target, jnp.asarray(tokens), jnp.asarray(positions))
+        target, draft = self._first_guesses(self._weights, self._target, jnp.asarray(tokens), jnp.asarray(positions))
         at = np.arange(each.num_prompt - 1, length - 2)  # rows t, which say the token at t + 2
         return target[0, at], draft[0, at]
 

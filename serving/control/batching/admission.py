@@ -99,7 +99,7 @@ class Admission:
         """Enters with the blocks of its known tokens, the last of which is computed again to see what follows."""
         found = self._found(sequence)
         is_all = len(found) * self._pool.block_size == sequence.num_tokens
-        if not found or not (is_all or self._cache.reads_ahead):
+        if not found or not (is_all or self._cache.has_next_token_kv):
             return self._enter_behind(sequence, found)
         occupancy = None if found[-1] in unlaunched else self._enter_in_last(sequence, found)
         return occupancy or self._enter_behind(sequence, found[:-1])
@@ -130,15 +130,16 @@ class Admission:
     def num_known_tokens(self, sequence: Sequence) -> int:
         """How many tokens need not be computed, as things are now."""
         num_found = len(self._found(sequence)) * self._pool.block_size
-        return max(0, min(num_found - self._cache.reads_ahead, sequence.num_tokens - 1))
+        if self._cache.has_next_token_kv:
+            num_found = max(0, num_found - 1)
+        return min(num_found, sequence.num_tokens - 1)
 
     def _to_share(self, sequence: Sequence) -> tuple[int, ...]:
         """The blocks that the cache has, without one that would be copied, and without that of the last known token,
         which is not always of use.
         """
-        found = self._found(sequence)
-        num_shared = max(0, len(found) - self._cache.reads_ahead)
-        return found[: min(num_shared, (sequence.num_tokens - 1) // self._pool.block_size)]
+        shareable = self._cache.shareable(self._found(sequence))
+        return shareable[: (sequence.num_tokens - 1) // self._pool.block_size]
 
     def _found(self, sequence: Sequence) -> tuple[int, ...]:
         """The blocks that the cache has; none for a prompt whose log-probabilities only its computation gives."""

@@ -20,7 +20,7 @@ class Totals:
     num_drafts: int = 0  # rows that guessed; what came of it is counted when it arrives
     draft_tokens: int = 0
     accepted_tokens: int = 0  # of the draft's
-    accepted_at: tuple[int, ...] = ()  # of these, the first of a draft, the second and so on
+    accepted_per_position: tuple[int, ...] = ()  # of these, the first of a draft, the second and so on
     wasted_tokens: int = 0  # emitted for a sequence that had ended, or behind the token that ended it
 
     def snapshot(self) -> "Totals":
@@ -35,7 +35,7 @@ class Totals:
             num_drafts=self.num_drafts,
             draft_tokens=self.draft_tokens,
             accepted_tokens=self.accepted_tokens,
-            accepted_at=self.accepted_at,
+            accepted_per_position=self.accepted_per_position,
             wasted_tokens=self.wasted_tokens,
         )
 
@@ -43,9 +43,9 @@ class Totals:
         self.num_drafts += 1
         self.draft_tokens += num_guessed
         self.accepted_tokens += num_accepted
-        known = max(len(self.accepted_at), num_guessed)
-        before = self.accepted_at + (0,) * (known - len(self.accepted_at))
-        self.accepted_at = tuple([count + (place < num_accepted) for place, count in enumerate(before)])
+        known = max(len(self.accepted_per_position), num_guessed)
+        before = self.accepted_per_position + (0,) * (known - len(self.accepted_per_position))
+        self.accepted_per_position = tuple([count + (place < num_accepted) for place, count in enumerate(before)])
 
     def count_launch(self, plan: Plan) -> None:
         if isinstance(plan, PrefillPlan):

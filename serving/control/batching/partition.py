@@ -100,7 +100,7 @@ class Partition:
 
     def draft(self, occupancy: Occupancy) -> tuple[int, ...]:
         """The guesses of a ready occupancy's next row: with them it has as many positions as it may have tokens left,
-        and as there are blocks for without preemption.
+        and as there are blocks for without preemption. Blocks are taken for what a draft model writes behind it, too.
         """
         drafter = occupancy.sequence.drafter
         if drafter is None or occupancy.num_pending:
@@ -112,7 +112,7 @@ class Partition:
         num_ahead = drafter.num_ahead(len(generated) + 1)
         if not draft and not num_ahead:
             return ()
-        wanted = min(max(1 + len(draft), len(draft) + num_ahead), occupancy.num_undrawn)
+        wanted = min(len(draft) + max(1, num_ahead), occupancy.num_undrawn)
         return draft[: self.slots.grow(occupancy, wanted) - 1]
 
     def fill_prefill(self) -> Prefills:

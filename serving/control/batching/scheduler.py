@@ -59,7 +59,7 @@ class SchedulerConfig(PartitionConfig):
     max_context_tokens: int
     max_queued_requests: int
     has_prefix_cache: bool = True
-    reads_ahead: bool = False  # a token has KV that depends on the token behind it, as a draft model's does
+    has_next_token_kv: bool = False  # a token has KV that depends on the token behind it, as a draft model's does
     num_microbatches: int = 1  # parts of the slots that decode in turn, so that the stages of a pipeline all have work
 
     def __post_init__(self) -> None:
@@ -81,7 +81,7 @@ class Scheduler:
         self._accepted: dict[bytes, Accepted] = {}
         self._launches = Launches()
         self._totals = Totals()
-        self.cache = PrefixCache(pool, is_on=config.has_prefix_cache, reads_ahead=config.reads_ahead)
+        self.cache = PrefixCache(pool, is_on=config.has_prefix_cache, has_next_token_kv=config.has_next_token_kv)
         self._partitions = tuple(
             Partition(config, pool, self.cache, partition, self._launches, self._totals)
             for partition in range(pool.num_partitions)
@@ -159,8 +159,8 @@ class Scheduler:
             return False
         accepted = self._accept(request, going_on)
         for sequence in accepted.choices if guesses else ():
-            if sequence.drafter is not None:
-                sequence.drafter.follow(1, guesses[sequence.id.choice])
+            if sequence.drafter is not None and guesses[sequence.id.choice]:
+                sequence.drafter.take_guesses(1, guesses[sequence.id.choice])
         leader = accepted.leader
         self._partitions[partition].landed.append(LandedRequest(leader=leader, blocks=block_table))
         return True
@@ -313,7 +313,7 @@ class Scheduler:
         is_first = not sequence.generated
         num_taken, finish = sequence.append(sampled.tokens)
         if sampled.guesses and sequence.drafter is not None:
-            sequence.drafter.follow(len(sequence.generated), sampled.guesses)
+            sequence.drafter.take_guesses(len(sequence.generated), sampled.guesses)
         self._totals.wasted_tokens += num_tokens - num_taken
         self._partition_of(occupancy).slots.note(occupancy)
         if finish is not None:

@@ -23,8 +23,8 @@ class Drafter(Protocol):
         """How many tokens a draft model is to guess behind so many that the choice has generated."""
         ...
 
-    def follow(self, num_generated: int, guesses: tuple[int, ...]) -> None:
-        """What a draft model takes to follow so many generated tokens."""
+    def take_guesses(self, num_generated: int, guesses: tuple[int, ...]) -> None:
+        """The draft model's guesses at the tokens after so many generated ones."""
         ...
 
     def note(self, num_guessed: int, num_accepted: int) -> None:

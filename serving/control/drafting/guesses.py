@@ -15,7 +15,7 @@ from moonshard.serving.control.drafting.worth import Worth
 type Forced = Callable[[Sequence[int], int], tuple[int, ...]]  # generated, most -> what alone may follow
 
 WEIGHT = 0.25  # of the newest step in the mean of accepted tokens
-MODEL_S, LOOKUP_S = 1.5, 1.0  # right guesses of a step, before any are known
+PRIOR_OF_MODEL, PRIOR_OF_LOOKUP = 1.5, 1.0  # right guesses of a step, before any are known
 FIRST_REST, LONGEST_REST = 8, 32  # tokens without a guess before the next try; doubled as long as tries fail
 
 
@@ -62,12 +62,12 @@ class Guesses:
         self._forced = forced
         self._lookup = lookup
         self._num_ahead = num_ahead
-        self._following: tuple[int, ...] = ()  # the draft model's, behind `_followed` generated tokens
-        self._followed = 0
+        self._model_guesses: tuple[int, ...] = ()  # the draft model's, behind `_followed` generated tokens
+        self._model_guessed_at = 0
         self._worth = worth
         self._fit = fit
-        self._by_model, self._by_lookup = _Source(MODEL_S), _Source(LOOKUP_S)
-        self._is_model_s = False  # what was proposed last
+        self._by_model, self._by_lookup = _Source(PRIOR_OF_MODEL), _Source(PRIOR_OF_LOOKUP)
+        self._is_by_model = False  # what was proposed last
         self._most = 0  # tokens of it
         self._mean_accepted = 1.0  # of a step, steps that had nothing to guess counted as 0
         self._rest = FIRST_REST
@@ -85,10 +85,12 @@ class Guesses:
         if not self.is_eager(len(generated)):
             return ()
         if self._worth is not None:
-            self._worth.tries()
+            self._worth.note_try()
         draft = self._best(generated, most)
         self._most = most
-        if not draft and not (self._num_ahead and self._followed != len(generated)):  # else the model was not asked
+        if not draft and not (
+            self._num_ahead and self._model_guessed_at != len(generated)
+        ):  # else the model was not asked
             self.note(0, 0)
         return draft
 
@@ -100,16 +102,16 @@ class Guesses:
         repeated = self._repeated(generated, forced, most)
         if len(forced) < most:
             self._by_lookup.say(len(generated), repeated if repeated != forced else ())
-        self._is_model_s = len(modelled) > len(forced) and (repeated == forced or not self._prefers_lookup)
-        if not self._is_model_s:
+        self._is_by_model = len(modelled) > len(forced) and (repeated == forced or not self._prefers_lookup)
+        if not self._is_by_model:
             return repeated
         return self._repeated(generated, modelled, most)  # what the model leaves open
 
     def _modelled(self, generated: Sequence[int], forced: tuple[int, ...], most: int) -> tuple[int, ...]:
         """What the draft model said, if that goes on from what is forced."""
-        if self._followed != len(generated):
+        if self._model_guessed_at != len(generated):
             return forced
-        said = self._following[:most]
+        said = self._model_guesses[:most]
         self._by_model.say(len(generated), said)
         return said if len(said) > len(forced) and said[: len(forced)] == forced else forced
 
@@ -126,12 +128,12 @@ class Guesses:
     def num_ahead(self, num_generated: int) -> int:
         return self._num_ahead if self.is_eager(num_generated) and not self._prefers_lookup else 0
 
-    def follow(self, num_generated: int, guesses: tuple[int, ...]) -> None:
-        self._followed, self._following = num_generated, guesses
+    def take_guesses(self, num_generated: int, guesses: tuple[int, ...]) -> None:
+        self._model_guessed_at, self._model_guesses = num_generated, guesses
 
     def note(self, num_guessed: int, num_accepted: int) -> None:
         self._mean_accepted += WEIGHT * (num_accepted - self._mean_accepted)
-        if num_guessed and self._is_model_s and self._fit is not None:
+        if num_guessed and self._is_by_model and self._fit is not None:
             self._fit.note(num_accepted)
         if self._worth is None:
             return

@@ -8,7 +8,7 @@ order.
 """
 
 import enum
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -125,6 +125,12 @@ class CreditsHeader(Protocol):
     def handoff(self) -> bytes: ...
 
 
+def guesses_of(outputs: Iterable[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
+    """What was guessed behind each first token; none at all where nobody guessed."""
+    guesses = tuple(outputs)
+    return guesses if any(guesses) else ()
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FirstTokens:
     """P to gateway: the first token of each choice; `is_finished` where they end the request."""
@@ -134,7 +140,7 @@ class FirstTokens:
     target_epoch: int
     tokens: tuple[int, ...]
     is_finished: bool = False
-    guesses: tuple[tuple[int, ...], ...] = ()  # what a draft model takes to follow each of them
+    guesses: tuple[tuple[int, ...], ...] = ()  # a draft model's, behind each of them, as `guesses_of` has it
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -144,7 +150,7 @@ class Start[Last: ManifestHeader]:
     handoff: bytes
     tokens: tuple[int, ...]
     last: Last
-    guesses: tuple[tuple[int, ...], ...] = ()  # what may follow each of them; none where nobody guessed
+    guesses: tuple[tuple[int, ...], ...] = ()  # likewise
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -28,6 +28,7 @@ from moonshard.serving.control.handoff.messages import (
     Target,
     Tell,
     Write,
+    guesses_of,
 )
 from moonshard.serving.control.handoff.prefill import PrefillSide
 from moonshard.serving.control.plan import PrefillChunk, PrefillPlan
@@ -193,7 +194,7 @@ class Publications[Owner: Hashable]:
             target_epoch=leg.target.epoch,
             tokens=tuple(output.token_ids[0] for output in outputs),
             is_finished=all(finish_of(leg.request, output) for output in outputs),
-            guesses=tuple(output.guesses for output in outputs) if any(output.guesses for output in outputs) else (),
+            guesses=guesses_of(output.guesses for output in outputs),
         )
         return self._addressed((first,))
 

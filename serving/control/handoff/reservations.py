@@ -313,8 +313,7 @@ class Reservations[Owner: Hashable]:
         """Cached blocks that begin the prompt and need not move. One whose last token was written for another
         continuation comes anew.
         """
-        found = self._cache.match(partition, request.block_names)
-        return found[:-1] if self._cache.reads_ahead else found
+        return self._cache.shareable(self._cache.match(partition, request.block_names))
 
     def _roomiest(self, request: Request) -> int:
         def room(partition: int) -> tuple[bool, int, int, int]:

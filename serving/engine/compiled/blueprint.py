@@ -27,7 +27,7 @@ from moonshard.serving.engine import draws
 from moonshard.serving.engine.compiled import bodies, guessing
 from moonshard.serving.engine.compiled.stage_model import StageDraft, StageModel
 from moonshard.serving.engine.scoring import program
-from moonshard.serving.engine.steps import GUESSES, ProgramKey, StepKind, StepLayout, StepShapes
+from moonshard.serving.engine.steps import GUESS_AFTER, STEP_BEFORE, ProgramKey, StepKind, StepLayout, StepShapes
 from moonshard.sharding.arrays import Array, Float, Int
 from moonshard.sharding.mesh import BY_PARTITION
 
@@ -111,7 +111,7 @@ class Blueprint:
 
     def _given_to_guess(self, kind: StepKind, bucket: int) -> tuple[Any, ...]:
         draft = self._draft
-        (behind,) = (step for step, guess in GUESSES.items() if guess is kind)
+        behind = STEP_BEFORE[kind]
         given, state = (
             self._cut(self.shapes.num_partitions, self.shapes.layout(behind, bucket).size),
             self._abstract_state(),
@@ -208,7 +208,7 @@ class Blueprint:
     def keys(self) -> tuple[ProgramKey, ...]:
         """The keys of all programs that the stage runs."""
         is_first, is_last = self.part.is_first, self.part.is_last
-        behind_logits = {StepKind.DRAW, StepKind.ACCEPT, StepKind.SCORE, *GUESSES.values()}
+        behind_logits = {StepKind.DRAW, StepKind.ACCEPT, StepKind.SCORE, *GUESS_AFTER.values()}
         own = [key for key in self.shapes.programs if is_last or key[0] not in behind_logits]
         own = [key for key in own if key[0] is not StepKind.LOAD or is_first or is_last]
         return (*own, (StepKind.NOTE, 0)) if is_first and not is_last else tuple(own)
@@ -253,7 +253,7 @@ class Blueprint:
 
     def _guess_program(self, kind: StepKind, bucket: int) -> Any:
         """The draft model's: it reads what the step before left, and writes pages of its own layers."""
-        (behind,) = (step for step, guess in GUESSES.items() if guess is kind)
+        behind = STEP_BEFORE[kind]
         layouts = (self.shapes.layout(behind, bucket), self.shapes.layout(kind, bucket))
         body = guessing.behind_prefill if kind is StepKind.GUESS_PREFILL else guessing.behind_decode
         how = (self.part, layouts, self.shapes.num_ahead, matmul_precision(self._dtype))

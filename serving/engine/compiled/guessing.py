@@ -30,7 +30,7 @@ def behind_prefill(
     packed: jax.Array,
     guessing: jax.Array,
 ) -> Guessed:
-    """Guesses for whoever drew a token, in the order of the draws.
+    """Guesses for the first of each sequence that drew a token, in the order of the draws; the rest mean nothing.
 
     Args:
         layouts: of the prefill, and of the guesses. A token of `following` below 0 is the one that was drawn for slot
@@ -42,7 +42,7 @@ def behind_prefill(
     tokens, positions = jnp.where(following < 0, drawn, following), f["positions"]
     batch = Batch(tokens=tokens, positions=positions, block_tables=f["block_tables"])
     sampled = f["sample_from"]
-    places = jnp.where(own["num_blocks"] > 0, positions.reshape(-1)[sampled], -1)  # who draws has blocks
+    places = jnp.where(own["num_blocks"] > 0, positions.reshape(-1)[sampled], -1)
     tables = f["block_tables"][sampled // positions.shape[1]]
     with jax.default_matmul_precision(precision):
         hidden, pages = _extend(part, weights, pages, batch, features)

@@ -12,10 +12,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from moonshard.serving.engine.compiled.blueprint import Blueprint
-from moonshard.serving.engine.steps import GUESSES, ProgramKey, StepKind, StepShapes, smallest
+from moonshard.serving.engine.steps import GUESS_AFTER, STEP_BEFORE, ProgramKey, StepKind, StepShapes, smallest
 
 _DECODES = (StepKind.DECODE, StepKind.VERIFY)
-_STEPS = {guess: kind for kind, guess in GUESSES.items()}
 MIN_ASKED = 3  # a size that comes once is no reason to compile for it
 
 
@@ -66,7 +65,7 @@ class PreparedPrograms:
         """Of `others` those that serve a short first request: a prefill of one row, and the smallest decodes."""
         q_tile, decodes = self.shapes.q_tile, self.shapes.decode_buckets
         short = [(StepKind.PREFILL, q_tile), *((kind, decodes[0]) for kind in _DECODES if decodes)]
-        keys = {(kind, size) for own, size in short for kind in (own, GUESSES[own])}
+        keys = {(kind, size) for own, size in short for kind in (own, GUESS_AFTER[own])}
         return tuple(wanted for wanted in self.others if wanted.key in keys)
 
     def _wanted(self) -> Iterator[Wanted]:
@@ -96,17 +95,19 @@ class PreparedPrograms:
         kind, bucket = wanted.key
         with self._taking:
             self._taken.add((wanted.stage, wanted.key))
-            kind = _STEPS.get(kind, kind)
+            kind = STEP_BEFORE.get(kind, kind)
             if kind in self._ready and self._is_whole(kind, bucket):
                 self._ready |= {kind: tuple(sorted({*self._ready[kind], bucket}))}
 
     def _is_whole(self, kind: StepKind, bucket: int) -> bool:
         """Whether every stage has its program, and what guesses behind it where something does."""
-        keys = [(kind, bucket)]
-        if GUESSES.get(kind) in self._sizes:
-            keys.append((GUESSES[kind], bucket))
         stages = range(len(self.blueprints))
-        return all((index, key) in self._taken for index in stages for key in keys)
+        return all((index, key) in self._taken for index in stages for key in self._keys_of(kind, bucket))
+
+    def _keys_of(self, kind: StepKind, bucket: int) -> tuple[ProgramKey, ...]:
+        """All that a step of this bucket runs of its own."""
+        guess = GUESS_AFTER.get(kind)
+        return ((kind, bucket),) if guess not in self._sizes else ((kind, bucket), (guess, bucket))
 
     def bucket_for(self, kind: StepKind, size: int) -> int:
         """The smallest bucket that is there and holds `size`.
@@ -121,7 +122,8 @@ class PreparedPrograms:
         if best < bucket:
             self._num_asked[kind, best] += 1
             if self._num_asked[kind, best] == MIN_ASKED:
-                self._on_missing((kind, best))
+                for key in self._keys_of(kind, best):
+                    self._on_missing(key)
         return bucket
 
     def compile(self) -> None:

@@ -14,7 +14,7 @@ class ChoiceOutputs:
 
     num_tokens: int = 0  # that the client was told
     num_new_tokens: int = 0  # of these: with the last output
-    num_steps: int = 0  # of workers, that gave them
+    num_outputs: int = 0  # of workers, that had them
     first_ns: int = 0
     second_ns: int = 0
     last_ns: int = 0
@@ -43,7 +43,7 @@ class OutputTally:
         choice = self.choices[delta.choice]
         choice.num_new_tokens = num_new = len(delta.token_ids)
         choice.num_tokens += num_new
-        choice.num_steps += 1
+        choice.num_outputs += 1
         if choice.first_ns:
             choice.gap_ns = at_ns - choice.last_ns
             if not choice.second_ns:
@@ -65,8 +65,8 @@ class OutputTally:
         return sum(choice.num_tokens for choice in self.choices.values())
 
     @property
-    def num_steps(self) -> int:
-        return sum(choice.num_steps for choice in self.choices.values())
+    def num_outputs(self) -> int:
+        return sum(choice.num_outputs for choice in self.choices.values())
 
     @property
     def num_begun(self) -> int:

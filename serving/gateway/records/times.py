@@ -108,7 +108,7 @@ class RequestTimes:
         timing.e2e_ms = self.e2e_ns / 1e6
         timing.ttft_ms = (self.ttft_ns or 0) / 1e6
         timing.gateway_queue_ms, timing.first_token_ms, timing.decode_ms, timing.finish_ms = phases_ms
-        timing.num_retries, timing.num_steps = self.num_retries, self.outputs.num_steps
+        timing.num_retries, timing.num_outputs = self.num_retries, self.outputs.num_outputs
         return timing
 
     def worker_timing(self) -> inference_pb2.Timing:

@@ -222,7 +222,7 @@ class WorkerCollector(Collector):
             preemptions.add_metric(labels, link.last_load.num_preemptions)
             for count, metric in guessed.items():
                 metric.add_metric(labels, count(link.last_load))
-            for place, num_accepted in enumerate(link.last_load.accepted_at):
+            for place, num_accepted in enumerate(link.last_load.accepted_per_position):
                 by_place.add_metric((*labels, str(place)), num_accepted)
             if link.session is not None:
                 welcome = link.session.welcome
@@ -264,7 +264,7 @@ def _load_now(link: WorkerLink) -> WorkerLoad:
 
 
 def _fit_of(load: WorkerLoad) -> DraftFit:
-    return DraftFit(load.num_model_drafts, load.model_accepted_tokens)
+    return DraftFit(num_drafts=load.num_model_drafts, num_accepted=load.model_accepted_tokens)
 
 
 def _kv_usage(link: WorkerLink) -> float:

@@ -62,8 +62,8 @@ def test_the_part_of_the_transfer_that_ran_during_the_prefill_is_hidden():
 
 
 def test_tokens_are_counted_by_the_steps_behind_the_prefill():
-    assert account("", replace(TIMING, num_steps=9)).tokens_a_step == 2.0  # 17, one of the prefill
-    assert account("", replace(TIMING, num_steps=1)).tokens_a_step == 0.0
+    assert account("", replace(TIMING, num_outputs=9)).tokens_a_step == 2.0  # 17, one of the prefill
+    assert account("", replace(TIMING, num_outputs=1)).tokens_a_step == 0.0
 
 
 def test_a_column_for_each_request_fits_a_terminal_of_80_columns():

@@ -2,7 +2,7 @@
 come along.
 
 The embedded model with its draft, and held-out turns that call tools. Elsewhere a hit costs a block, and what a prefill
-worker did not hand over costs acceptance (0.190 became 0.029: vLLM, issue 47254).
+worker did not hand over costs acceptance (from 0.190 to 0.029 in vLLM).
 """
 
 from collections.abc import Callable, Coroutine, Sequence

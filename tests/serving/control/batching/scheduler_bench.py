@@ -367,7 +367,7 @@ def a_bench(
     num_microbatches: int = 1,
     short_share: float = 0.5,
     q_len: int = 1,
-    reads_ahead: bool = False,
+    has_next_token_kv: bool = False,
     groups: tuple[BlockGroup, ...] = (BlockGroup(),),
 ) -> Bench:
     """With a group that has a window, sequences may be longer than all blocks of the pool."""
@@ -380,7 +380,7 @@ def a_bench(
         max_prefill_sequences=3,
         num_microbatches=min(num_microbatches, slots),
         q_len=q_len,
-        reads_ahead=reads_ahead,
+        has_next_token_kv=has_next_token_kv,
         max_context_tokens=pool.num_tokens_in(num_blocks, 2 * num_blocks * block_size),
         max_queued_requests=1000,
         queue_timeout_s=30.0,

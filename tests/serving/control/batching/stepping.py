@@ -32,7 +32,7 @@ class WithoutModel:
     def num_ahead(self, num_generated: int) -> int:
         return 0
 
-    def follow(self, num_generated: int, guesses: tuple[int, ...]) -> None:
+    def take_guesses(self, num_generated: int, guesses: tuple[int, ...]) -> None:
         raise AssertionError("nobody asked a model")
 
 

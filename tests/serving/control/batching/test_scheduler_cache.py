@@ -46,7 +46,7 @@ def test_a_prompt_seen_before_is_computed_from_its_last_block_on_and_a_whole_one
 def test_where_a_token_has_kv_of_the_token_behind_it_the_last_that_was_found_is_computed_again(
     num_prompt: int, start: int
 ):
-    scheduler = caching(reads_ahead=True)
+    scheduler = caching(has_next_token_kv=True)
     first = run(scheduler, a_request("a", num_prompt))
     plans = run(scheduler, a_request("b", num_prompt))
     assert computed(plans) == [(start, num_prompt - start)]
@@ -63,7 +63,7 @@ def test_where_a_token_has_kv_of_the_token_behind_it_the_last_that_was_found_is_
 
 
 def test_where_there_is_no_room_for_a_copy_a_block_more_is_computed():
-    scheduler = caching(num_blocks=2, reads_ahead=True)
+    scheduler = caching(num_blocks=2, has_next_token_kv=True)
     run(scheduler, a_request("a", 20))
     assert computed(run(scheduler, a_request("b", 20))) == [(0, 20)]
 

@@ -43,7 +43,7 @@ class Schedules(RuleBasedStateMachine):
         num_microbatches=st.sampled_from([1, 1, 2, 3]),
         short_share=st.sampled_from([0.0, 0.5, 0.75]),
         q_len=st.sampled_from([1, 1, 2, 4]),
-        reads_ahead=st.booleans(),
+        has_next_token_kv=st.booleans(),
         groups=st.sampled_from([(BlockGroup(),)] * 3 + [(BlockGroup(), WINDOW), (WINDOW,)]),
     )
     def start(self, num_partitions: int, num_blocks: int, depth: int, **kinds: Any):
@@ -191,13 +191,13 @@ def drive(bench: Bench, draw: random.Random, depth: int, num_requests: int, *, h
     bench.check_end()
 
 
-@pytest.mark.parametrize("reads_ahead", [False, True])
+@pytest.mark.parametrize("has_next_token_kv", [False, True])
 @pytest.mark.parametrize("depth", [1, 2, 3])
 @pytest.mark.parametrize("num_partitions", [1, 4])
 def test_small_pools_preempt_fork_and_waste_and_still_give_the_right_tokens(
-    num_partitions: int, depth: int, reads_ahead: bool
+    num_partitions: int, depth: int, has_next_token_kv: bool
 ):
-    bench = a_bench(num_partitions, 10, slots=4, reads_ahead=reads_ahead)
+    bench = a_bench(num_partitions, 10, slots=4, has_next_token_kv=has_next_token_kv)
     drive(bench, random.Random(depth), depth, num_requests=50 + 10 * num_partitions)
     totals = bench.scheduler.counters().totals
     assert totals.num_preemptions > 5
@@ -280,7 +280,7 @@ def test_a_request_may_join_behind_blocks_that_a_decided_step_has_yet_to_write()
 @pytest.mark.parametrize("seed", range(100))
 def test_many_long_runs_over_small_pools_give_the_right_tokens(num_partitions: int, seed: int, has_handoffs: bool):
     shape: dict[str, Any] = {"slots": 1 + seed % 5, "num_microbatches": 1 + seed % 3, "q_len": (1, 4, 2)[seed % 7 % 3]}
-    shape["reads_ahead"] = seed % 11 % 2 == 1
+    shape["has_next_token_kv"] = seed % 11 % 2 == 1
     bench = a_bench(num_partitions, 3 + seed % 12, **shape)
     drive(bench, random.Random(1000 + seed), 1 + seed % 3, num_requests=100, has_handoffs=has_handoffs)
 

@@ -63,12 +63,12 @@ class Bench:
     """Reservations of a worker with 4 blocks in each partition, where 4 may wait."""
 
     def __init__(
-        self, num_partitions: int = 1, num_spare_slots: int = 4, num_cells: int = 2, *, reads_ahead: bool = False
+        self, num_partitions: int = 1, num_spare_slots: int = 4, num_cells: int = 2, *, has_next_token_kv: bool = False
     ):
         self.batch = QuietBatch(num_spare_slots)
         self.pool = BlockPool(num_partitions, 4, BLOCK_SIZE)
         self.slab = BlockPool(num_partitions, num_cells, 1)
-        self.cache = PrefixCache(self.pool, reads_ahead=reads_ahead)
+        self.cache = PrefixCache(self.pool, has_next_token_kv=has_next_token_kv)
         side = DecodeSideConfig(session="d", lease_s=LEASE_S, quarantine_s=60.0, max_cells_per_handoff=2)
         self.reservations = Reservations[str](
             ReservationsConfig(max_queued=4, queue_timeout_s=QUEUE_TIMEOUT_S),
@@ -190,7 +190,7 @@ def test_what_is_known_needs_no_room_where_others_hold_it_too(num_held: int):
 
 @pytest.mark.parametrize("num_known", [0, 1, 2])
 def test_where_a_token_has_kv_of_the_token_behind_it_the_last_known_block_comes_anew(num_known: int):
-    bench, names = Bench(reads_ahead=True), (b"n0".ljust(16), b"n1".ljust(16))
+    bench, names = Bench(has_next_token_kv=True), (b"n0".ljust(16), b"n1".ljust(16))
     for block, name in zip(bench.pool.allocate(0, num_known) or (), names, strict=False):
         bench.cache.note(0, block, name)
     target = target_of(bench.reserve(1, num_prompt=3 * BLOCK_SIZE, names=names))

@@ -78,7 +78,7 @@ async def test_every_metric_moves_in_a_run_that_does_everything(
     worker.load.wasted_tokens = 4
     worker.load.overlapped_steps = 5
     worker.load.num_drafts, worker.load.draft_tokens, worker.load.accepted_tokens = 2, 5, 3
-    worker.load.accepted_at[:] = [2, 1, 0]
+    worker.load.accepted_per_position[:] = [2, 1, 0]
     worker.load.num_model_drafts, worker.load.model_accepted_tokens = 300, 6
     worker.load.num_lost_spans = 7
     worker.load.num_lost_rows = 8

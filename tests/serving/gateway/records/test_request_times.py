@@ -43,7 +43,7 @@ def test_the_gap_is_between_the_first_two_outputs_of_the_first_choice():
     moved.append(AttemptMoved(MOVED))
     found = timing(moved)
     assert (found.handoff_gap_ms, found.transfer_ms, found.exposed_transfer_ms) == (6, 3, 1)
-    assert found.num_steps == 5  # of both choices
+    assert found.num_outputs == 5  # of both choices
 
 
 def test_a_request_that_did_not_move_has_no_gap():

@@ -1,12 +1,12 @@
-"""`-m moonshard.experiments.training.draft.laws`: how often a first guess would be accepted at a temperature, by rule.
+"""`-m moonshard.experiments.training.draft.acceptance_rules`: how often a first guess would be accepted.
 
-Three rules, all of which keep the target's law p; q is the draft's at the same temperature:
+Three rules, all of which keep the target's distribution p; q is the draft's at the same temperature:
 
 - greedy: the draft's likeliest token, accepted if the target draws it, with probability p(argmax q);
 - coupled: a draw from q with the noise that the target's draw has, accepted if both fall on one token; Gumbel noise
   makes that sum over i of 1 / (sum over j of max(p_j / p_i, q_j / q_i)) (arXiv 2408.07978, section 3);
 - rejection: a draw from q by itself, accepted with probability min(1, p / q), in all the sum of min(p, q)
-  (arXiv 2211.17192, section 2.3). No rule without knowledge of the future accepts more.
+  (arXiv 2211.17192, section 2.3). No rule whose guess is drawn from q accepts more.
 
 The places are those of the model's own greedy answers to held-out questions. Only the first guess of a chain counts.
 """
@@ -29,7 +29,7 @@ from moonshard.experiments.training.texts.tools.tasks import MAX_CONTEXT_TOKENS,
 from moonshard.sharding.arrays import Array, Float
 
 RULES = ("greedy", "coupled", "rejection")
-UNSURE = 0.6  # the probability of a place's likeliest token
+UNSURE = 0.6  # below this probability of its likeliest token a place counts as unsure
 LIKELIEST = 64  # tokens of either law that the coupling is summed over; the rest is left out
 
 
@@ -56,7 +56,9 @@ def measured(laws: Sequence[tuple[jax.Array, jax.Array]], temperature: float) ->
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m moonshard.experiments.training.draft.laws", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m moonshard.experiments.training.draft.acceptance_rules", description=__doc__
+    )
     parser.add_argument("--draft", type=Path, default=DRAFT, metavar="DIR", help="default: beside the embedded model")
     parser.add_argument("--num", type=int, default=24, help="tasks of each kind; default: %(default)s")
     options = parser.parse_args()

@@ -12,12 +12,14 @@ from moonshard.models.registry import open_draft, open_model
 from moonshard.serving.control.drafting.guesses import Guesses
 from moonshard.serving.control.request import Request
 from moonshard.serving.control.sampling_parameters import Sampling
+from moonshard.serving.engine.compiled.prepared import MIN_ASKED
 from moonshard.serving.engine.draft_loading import OpenDraft
+from moonshard.serving.engine.steps import GUESS_AFTER, ProgramKey, StepKind
 from moonshard.sharding.rules import DECODE
 from moonshard.sharding.shape import MeshShape
 from moonshard.sharding.shard import ALONE, Shard
 from tests.agreement import FIXTURES, NEAR_TIE, assert_drawn_from, reference
-from tests.engine_room import long_text, request, serve
+from tests.engine_room import long_text, request, serve, uncompiled_programs
 from tests.models.drafts import Drafting, loaded_draft, shifted, target_features, with_mtp, with_taps
 
 pytestmark = pytest.mark.xdist_group("jax")
@@ -34,8 +36,8 @@ class Recorded(Guesses):
         super().__init__(None, None, NUM_AHEAD)
         self._keep = keep
 
-    def follow(self, num_generated: int, guesses: tuple[int, ...]) -> None:
-        super().follow(num_generated, guesses)
+    def take_guesses(self, num_generated: int, guesses: tuple[int, ...]) -> None:
+        super().take_guesses(num_generated, guesses)
         self._keep(num_generated, guesses)
 
 
@@ -77,10 +79,10 @@ def requests() -> list[Request]:
     ]
 
 
-def assert_guessed_by(drafting: Drafting, tokens: Sequence[int], features: np.ndarray, guesses: Sequence[int]) -> None:
+def assert_guessed_by(drafting: Drafting, tokens: Sequence[int], features: np.ndarray, guesses: Sequence[int]) -> int:
     """That the guesses are those of a chain behind all these tokens, each one's features the target's own.
 
-    The first guess that all but ties with another ends the comparison.
+    The first guess that all but ties with another ends the comparison. Returns how many were compared.
     """
     known = tokens[:-1]
     hidden = drafting.extend(shifted(known, tokens[-1]), features[: len(known)], shape=SHAPE)[-1]
@@ -88,9 +90,10 @@ def assert_guessed_by(drafting: Drafting, tokens: Sequence[int], features: np.nd
     for place, (expects, guess) in enumerate(zip(expected, guesses, strict=False)):
         best, second = np.sort(drafting.logits(hidden)[0])[[-1, -2]]
         if best - second < NEAR_TIE:
-            return
+            return place
         assert guess == expects, f"guess {place} behind {len(tokens)} tokens"
         hidden = drafting.step(guess, hidden, len(known) + place)
+    return len(guesses)
 
 
 @pytest.mark.parametrize("kind", [EAGLE, MTP])
@@ -99,6 +102,7 @@ def test_a_draft_model_guesses_what_it_would_over_the_whole_sequence(kind, folde
     draft, fresh = _drafted(kind, folders[kind])
     run = serve(asked, drafters=record, q_len=1 + NUM_AHEAD, draft=draft)
     assert len(record.said) == sum(each.n for each in asked)
+    num_compared = 0
     for each in asked[:3]:
         said, generated = record.said[each.id, 0], run.of(each)
         assert min(said) == 1  # a prefill guesses too; it may have no block for what comes behind the first guess
@@ -107,7 +111,8 @@ def test_a_draft_model_guesses_what_it_would_over_the_whole_sequence(kind, folde
         for num_generated in [*list(said)[:4], *list(said)[-4:]]:
             known = [*each.prompt, *generated[:num_generated]]
             tried = said[num_generated][: max(0, each.max_tokens - num_generated - 1)]  # blocks are taken for no others
-            assert_guessed_by(fresh(), known, features, tried)
+            num_compared += assert_guessed_by(fresh(), known, features, tried)
+    assert num_compared > 30
 
 
 @pytest.mark.parametrize("kind", [EAGLE, MTP])
@@ -124,3 +129,21 @@ def test_no_token_depends_on_a_draft_model(kind, shard, folders):
         for choice in range(each.n):
             assert len(run.of(each, choice)) == each.max_tokens
             assert_drawn_from(reference(), each.prompt, run.of(each, choice), each.sampling, choice)
+
+
+@pytest.mark.parametrize("kind", [StepKind.PREFILL, StepKind.DECODE, StepKind.VERIFY])
+def test_a_small_step_is_made_once_its_guesses_are_there_and_both_are_asked_for(kind, folders):
+    draft = _drafted(EAGLE, folders[EAGLE])[0]
+    own = uncompiled_programs(draft=draft, q_len=1 + NUM_AHEAD).prepared
+    own.only_needed()
+    asked = list[ProgramKey]()
+    own.tell_missing(asked.append)
+    smallest, *_, largest = own.shapes.buckets[kind]
+    for _ in range(MIN_ASKED):
+        assert own.bucket_for(kind, 1) == largest
+    assert asked == [(kind, smallest), (GUESS_AFTER[kind], smallest)]
+    for wanted in own.others:
+        if wanted.key in asked:
+            assert own.bucket_for(kind, 1) == largest
+            own.take(wanted, lambda: None)
+    assert own.bucket_for(kind, 1) == smallest
