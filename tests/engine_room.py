@@ -91,13 +91,16 @@ def uncompiled_programs(
     shard: Shard = ALONE,
     q_len: int = 1,
     draft: OpenDraft | None = None,
+    *,
+    has_buckets: bool | None = None,
 ) -> Programs:
     """For a test that launches few of them: each is compiled by its first launch. `draft` guesses all that a row of
-    `q_len` can verify.
+    `q_len` can verify. `has_buckets`: more than one of each kind; None: on one device, with one model alone.
     """
     model = reference(name).model
     # one bucket of each kind: what buckets do is seen on one device and with one model
-    is_small = shard.mesh.num_devices > 1 or name != "kimi_k2"
+    is_small = shard.mesh.num_devices > 1 or name != "kimi_k2" or draft is not None
+    is_small = is_small if has_buckets is None else not has_buckets
     shapes = StepShapes(
         num_partitions=shard.mesh.num_partitions,
         slots_per_partition=NUM_SLOTS,

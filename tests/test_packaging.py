@@ -17,6 +17,7 @@ from packaging.utils import canonicalize_name
 
 from moonshard.models.native import library
 
+pytestmark = pytest.mark.xdist_group("packaging")  # one wheel for all of them
 ROOT = Path(__file__).parent.parent
 FOLDERS = ("serving", "models", "sharding", "kv", "rpc", "experiments")
 SHIPPED = (".py", ".pyi", ".proto", "py.typed")

@@ -22,7 +22,7 @@ from tests.agreement import FIXTURES, NEAR_TIE, assert_drawn_from, reference
 from tests.engine_room import long_text, request, serve, uncompiled_programs
 from tests.models.drafts import Drafting, loaded_draft, shifted, target_features, with_mtp, with_taps
 
-pytestmark = pytest.mark.xdist_group("jax")
+pytestmark = [pytest.mark.xdist_group("jax"), pytest.mark.unoptimised]
 NUM_AHEAD = 3
 SHAPE = (1, 152)  # of the rows of a fresh pass, which is compiled once
 EAGLE, MTP = "eagle3", "mtp"
@@ -134,7 +134,7 @@ def test_no_token_depends_on_a_draft_model(kind, shard, folders):
 @pytest.mark.parametrize("kind", [StepKind.PREFILL, StepKind.DECODE, StepKind.VERIFY])
 def test_a_small_step_is_made_once_its_guesses_are_there_and_both_are_asked_for(kind, folders):
     draft = _drafted(EAGLE, folders[EAGLE])[0]
-    own = uncompiled_programs(draft=draft, q_len=1 + NUM_AHEAD).prepared
+    own = uncompiled_programs(draft=draft, q_len=1 + NUM_AHEAD, has_buckets=True).prepared
     own.only_needed()
     asked = list[ProgramKey]()
     own.tell_missing(asked.append)

@@ -100,7 +100,7 @@ async def test_lines_come_behind_every_other_request_and_keep_their_own_order(
 
 
 async def test_no_line_is_begun_while_others_have_every_slot(http: httpx.AsyncClient, worker: FakeWorker):
-    worker.script.max_tokens_sent = 1  # then they run, and wait
+    worker.script.points.hold("step 1")  # then they run, and wait
     worker.script.may_step.set()
     num_others = worker.welcome.max_slots + 2
     others = [asyncio.create_task(http.post("/v1/completions", json=ASKED)) for _ in range(num_others)]
@@ -109,8 +109,7 @@ async def test_no_line_is_begun_while_others_have_every_slot(http: httpx.AsyncCl
     while (await http.get(f"/v1/batches/{created['id']}")).json()["status"] == "validating":  # noqa: ASYNC110
         await asyncio.sleep(0)
     assert len(worker.runs) == num_others
-    worker.script.max_tokens_sent = None
-    worker.script.may_step.set()
+    worker.script.points.release()
     await asyncio.gather(*others)
     assert (await ended(http, created["id"]))["status"] == "completed"
 

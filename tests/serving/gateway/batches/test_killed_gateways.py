@@ -112,7 +112,7 @@ async def test_ten_thousand_lines_outlive_ten_kills(worker: FakeWorker, batches_
 async def test_a_gateway_that_is_asked_to_end_finishes_the_lines_that_run_and_leaves_the_rest(
     worker: FakeWorker, batches_path: Path, kimi_folder: Path
 ):
-    worker.script.max_tokens_sent = 1
+    worker.script.points.hold("step 1")  # each has its first token by then: none is begun while others wait for theirs
     async with fake_worker.serving(worker) as port:
         async with a_gateway(port, batches_path, kimi_folder) as (process, url), client(url) as http:
             batch = (await create(http, await upload(http, lines(30)))).json()
@@ -120,8 +120,7 @@ async def test_a_gateway_that_is_asked_to_end_finishes_the_lines_that_run_and_le
             process.send_signal(signal.SIGTERM)
             while (await http.get("/ready")).status_code == 200:
                 pass
-            worker.script.max_tokens_sent = None
-            worker.script.may_step.set()
+            worker.script.points.release()
             assert await process.wait() == 0
         assert len(worker.runs) == MAX_OPEN
         async with a_gateway(port, batches_path, kimi_folder) as (_, url), client(url) as http:
