@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Machine:
-    """Sizes for one kind of machine. A worker's are `serving.engine.loading.machine_for`'s."""
+    """Sizes for one kind of machine. A worker's are `serving.engine.loading.model.machine_for`'s."""
 
     chunk_tokens: int  # of prompts in a step, where `prefill.chunk_tokens` is auto
     tile_tokens: int  # of one sequence in a row of a prefill step: a chunk is padded to whole rows

@@ -26,10 +26,10 @@ from moonshard.serving.engine.compiled.preparation import Preparation
 from moonshard.serving.engine.compiled.prepared import Wanted
 from moonshard.serving.engine.compiled.stage_model import StageModel
 from moonshard.serving.engine.compiled.store import ProgramStore
-from moonshard.serving.engine.draft_loading import OpenDraft
 from moonshard.serving.engine.encoder import StepEncoder
 from moonshard.serving.engine.engine import Engine
 from moonshard.serving.engine.events import StepReport
+from moonshard.serving.engine.loading.draft import OpenDraft
 from moonshard.serving.engine.programs import Programs
 from moonshard.serving.engine.steps import StepShapes
 from moonshard.sharding.mesh import build_mesh

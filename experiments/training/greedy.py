@@ -23,7 +23,7 @@ from moonshard.models.experts import moe
 from moonshard.models.model import Batch, Model
 from moonshard.models.registry import open_model
 from moonshard.models.spec import ModelError, matmul_precision, page_layers
-from moonshard.serving.engine.loading import backend_for
+from moonshard.serving.engine.loading.model import backend_for
 from moonshard.sharding.mesh import build_mesh, replicated
 from moonshard.sharding.shape import MeshShape
 

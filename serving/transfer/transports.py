@@ -17,7 +17,7 @@ from moonshard.serving.engine.capacity.memory import free_memory_bytes
 from moonshard.serving.transfer.grpc_stream import GrpcTransport, KvStreamReceiver
 
 if TYPE_CHECKING:
-    from moonshard.serving.engine.loading import LoadedModel
+    from moonshard.serving.engine.loading.model import LoadedModel
     from moonshard.serving.transfer.plane import KvPlane
 
 

@@ -11,7 +11,7 @@ from moonshard.serving.config.keys import Config, WorkerRole
 from moonshard.serving.deploy.startup import ProcessStart
 from moonshard.serving.engine.compiled.compilations import CompilationCounter
 from moonshard.serving.engine.compiled.store import ProgramStore
-from moonshard.serving.engine.loading import LoadedModel, Progress, load_model
+from moonshard.serving.engine.loading.model import LoadedModel, Progress, load_model
 from moonshard.serving.observe.rows.steps import RecordedSteps
 from moonshard.serving.observe.spans.export import SpanExport
 from moonshard.serving.transfer.plane import KvPlane

@@ -35,7 +35,7 @@ from moonshard.serving.transfer.transports import KvTransports
 from moonshard.serving.worker.link_service import SERVICE, LinkServicer
 
 if TYPE_CHECKING:  # what needs jax is imported once the port is open
-    from moonshard.serving.engine.loading import LoadedModel
+    from moonshard.serving.engine.loading.model import LoadedModel
     from moonshard.serving.transfer.plane import KvPlane
     from moonshard.serving.worker.loaded import Loaded
     from moonshard.serving.worker.worker import Worker

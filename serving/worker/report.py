@@ -8,7 +8,7 @@ from moonshard.rpc import link_pb2
 from moonshard.rpc.link import PROTOCOL_VERSION
 from moonshard.serving.config.keys import WorkerRole
 from moonshard.serving.control.batching.counters import Counters
-from moonshard.serving.engine.loading import LoadedModel
+from moonshard.serving.engine.loading.model import LoadedModel
 from moonshard.serving.transfer.endpoint import Endpoint, endpoint_message
 from moonshard.serving.transfer.plane import KvPlane
 

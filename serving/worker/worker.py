@@ -26,7 +26,7 @@ from moonshard.serving.engine.device import StepDone
 from moonshard.serving.engine.encoder import StepEncoder
 from moonshard.serving.engine.engine import Engine
 from moonshard.serving.engine.events import StepReport
-from moonshard.serving.engine.loading import LoadedModel
+from moonshard.serving.engine.loading.model import LoadedModel
 from moonshard.serving.observe.rows.steps import NO_STEPS, RecordedSteps
 from moonshard.serving.transfer.plane import KvPlane
 from moonshard.serving.wire import handoffs as handoff_wire

@@ -15,7 +15,7 @@ from moonshard.models.machines import MACHINES, XLA, Machine
 from moonshard.models.model import Batch
 from moonshard.models.native import library
 from moonshard.models.registry import open_model
-from moonshard.serving.engine.loading import abstract_stages
+from moonshard.serving.engine.loading.model import abstract_stages
 from moonshard.sharding.mesh import BY_PARTITION
 from moonshard.sharding.rules import DECODE, PREFILL, Rules
 from moonshard.sharding.shape import MeshShape

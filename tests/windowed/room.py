@@ -15,7 +15,7 @@ from moonshard.serving.control.sampling_parameters import Sampling
 from moonshard.serving.engine.encoder import StepEncoder
 from moonshard.serving.engine.engine import Engine
 from moonshard.serving.engine.events import StepReport
-from moonshard.serving.engine.loading import LoadedModel, load_model
+from moonshard.serving.engine.loading.model import LoadedModel, load_model
 from tests.agreement import NEAR_TIE, noise
 from tests.compiled import compiled_once
 from tests.engine_room import Run, at_first_launch, until_idle

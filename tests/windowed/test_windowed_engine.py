@@ -7,7 +7,7 @@ import pytest
 from moonshard.serving.config.keys import ConfigError
 from moonshard.serving.control.request import SequenceId
 from moonshard.serving.control.sampling_parameters import Sampling
-from moonshard.serving.engine.loading import load_model
+from moonshard.serving.engine.loading.model import load_model
 from tests.engine_room import request
 from tests.windowed.folder import WINDOW, a_prompt
 from tests.windowed.reference import Reference

@@ -19,8 +19,8 @@ from moonshard.models.spec import page_layers
 from moonshard.models.weights import abstract, is_param
 from moonshard.serving.config.keys import Config
 from moonshard.serving.engine.capacity.sizes import WeightBytes, choose_sizes, resolve_dtype
-from moonshard.serving.engine.holding import holding_of
-from moonshard.serving.engine.loading import machine_for
+from moonshard.serving.engine.loading.holding import holding_of
+from moonshard.serving.engine.loading.model import machine_for
 from moonshard.sharding.mesh import build_mesh
 from moonshard.sharding.shape import MeshShape
 

@@ -12,7 +12,7 @@ from moonshard.models.folder.checkpoint import Checkpoint
 from moonshard.models.native import library
 from moonshard.models.registry import latent_model_of
 from moonshard.serving.config.keys import Config
-from moonshard.serving.engine.loading import load_model
+from moonshard.serving.engine.loading.model import load_model
 
 DECODE_STEPS = 16  # in a repeat
 

@@ -15,7 +15,7 @@ from moonshard.experiments.bench.meshes.tables import PIPES, bubble, bubble_name
 from moonshard.experiments.bench.steps.bare_steps import BareSteps
 from moonshard.experiments.common.running.measurement import Measurement, Plan
 from moonshard.serving.config.keys import Config
-from moonshard.serving.engine.loading import LoadedModel, load_model
+from moonshard.serving.engine.loading.model import LoadedModel, load_model
 from moonshard.serving.engine.pace import MIN_IN_FLIGHT
 from moonshard.serving.engine.programs import Programs
 from moonshard.serving.engine.steps import Step

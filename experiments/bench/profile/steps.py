@@ -19,7 +19,7 @@ from moonshard.experiments.bench.steps.bare_steps import BareSteps, run_steps
 from moonshard.models.model import LatentModel
 from moonshard.models.registry import open_model
 from moonshard.serving.config.keys import Config
-from moonshard.serving.engine.loading import LoadedModel, load_model
+from moonshard.serving.engine.loading.model import LoadedModel, load_model
 from moonshard.serving.engine.programs import Programs
 from moonshard.serving.engine.steps import ProgramKey, Step, StepKind
 

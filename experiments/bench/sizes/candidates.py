@@ -15,7 +15,7 @@ from moonshard.experiments.bench.sizes.record import SizesJob, Tried, TriedSizes
 from moonshard.experiments.bench.steps.bare_steps import BareSteps, gaps_ms, with_small_pool
 from moonshard.models.machines import Machine
 from moonshard.serving.config.keys import Config
-from moonshard.serving.engine.loading import LoadedModel, kind_for, load_model, machine_for
+from moonshard.serving.engine.loading.model import LoadedModel, kind_for, load_model, machine_for
 
 DECODE_STEPS = 8  # in a repeat
 Told = Callable[[str], None]

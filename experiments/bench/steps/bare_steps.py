@@ -16,7 +16,7 @@ from moonshard.serving.control.plan import DecodePlan, DecodeRow, PrefillChunk, 
 from moonshard.serving.control.request import Request, SequenceId, SlotId
 from moonshard.serving.control.sampling_parameters import Sampling
 from moonshard.serving.engine.encoder import StepEncoder
-from moonshard.serving.engine.loading import LoadedModel
+from moonshard.serving.engine.loading.model import LoadedModel
 from moonshard.serving.engine.programs import Programs
 from moonshard.serving.engine.steps import Step
 

@@ -16,7 +16,7 @@ from moonshard.serving.config.reading import load_config
 from moonshard.serving.deploy.startup import prepare_jax
 
 if TYPE_CHECKING:
-    from moonshard.serving.engine.loading import LoadedModel
+    from moonshard.serving.engine.loading.model import LoadedModel
 
 Part = Literal["steps", "engine", "kv"]
 
@@ -40,7 +40,7 @@ def _measure(config: Config, job: Job) -> list[Measurement]:
     """Does the job. It imports jax, so the environment variables must be set before."""
     from moonshard.experiments.bench.steps.bare_steps import measure_bare_steps
     from moonshard.experiments.bench.steps.engine_loop import measure_engine
-    from moonshard.serving.engine.loading import load_model
+    from moonshard.serving.engine.loading.model import load_model
 
     model = load_model(config, "both", lambda message: None)
     found: list[Measurement] = []

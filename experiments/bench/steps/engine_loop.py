@@ -19,7 +19,7 @@ from moonshard.serving.control.sampling_parameters import Sampling
 from moonshard.serving.engine.encoder import StepEncoder
 from moonshard.serving.engine.engine import Engine
 from moonshard.serving.engine.events import NoEvents
-from moonshard.serving.engine.loading import LoadedModel
+from moonshard.serving.engine.loading.model import LoadedModel
 from moonshard.serving.engine.programs import Drawn, Launched, Programs
 from moonshard.serving.engine.steps import Step, StepKind
 

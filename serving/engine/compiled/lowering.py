@@ -15,10 +15,10 @@ import jax
 from moonshard.models.machines import MACHINES
 from moonshard.models.model import Model
 from moonshard.serving.config.keys import Config, rules_of
-from moonshard.serving.engine import loading
 from moonshard.serving.engine.capacity.sizes import DEFAULT_MAX_CONTEXT_TOKENS, shard_of, step_shapes
 from moonshard.serving.engine.compiled.blueprint import Blueprint
 from moonshard.serving.engine.compiled.stage_model import StageModel
+from moonshard.serving.engine.loading import model as loading
 from moonshard.serving.engine.steps import StepKind, StepShapes
 from moonshard.sharding.budget import StageBudget, budget
 from moonshard.sharding.shard import Shard

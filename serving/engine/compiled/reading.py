@@ -1,6 +1,6 @@
 """A thread that reads a worker's weights while its programs are made, and what is told of both meanwhile.
 
-What is read and what is made is `engine.loading`'s business.
+What is read and what is made is `engine.loading.model`'s business.
 """
 
 import threading

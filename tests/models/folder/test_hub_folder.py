@@ -18,7 +18,7 @@ from moonshard.models.formats.stored import Reader
 from moonshard.models.registry import open_model
 from moonshard.models.score import Scorer
 from moonshard.serving.config.keys import Config, KvConfig, ModelConfig
-from moonshard.serving.engine.loading import load_model
+from moonshard.serving.engine.loading.model import load_model
 from tests.agreement import FIXTURES, LOGIT_TOLERANCE
 from tests.quantised import converted_folders, guessing_folder, int4_values
 from tests.wrapped import VISION

@@ -36,7 +36,7 @@ from moonshard.serving.control.handoff.gateway import (
     SendPrefill,
 )
 from moonshard.serving.engine.compiled.compilations import CompilationCounter
-from moonshard.serving.engine.loading import LoadedModel, load_model
+from moonshard.serving.engine.loading.model import LoadedModel, load_model
 from moonshard.serving.transfer.plane import KvPlane
 from moonshard.serving.wire import handoffs as handoff_wire
 from moonshard.serving.wire.relayed import (

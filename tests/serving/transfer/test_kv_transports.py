@@ -7,7 +7,7 @@ from typing import cast
 import pytest
 
 from moonshard.serving.config.keys import Config, ConfigError, KvConfig, ModelConfig
-from moonshard.serving.engine.loading import LoadedModel
+from moonshard.serving.engine.loading.model import LoadedModel
 from moonshard.serving.transfer import transports as kv_transports
 from moonshard.serving.transfer.transports import KvTransports
 

@@ -16,7 +16,7 @@ from moonshard.rpc.server.server import build_server
 from moonshard.serving.config.keys import Config, DecodeConfig, GatewayConfig, KvConfig, ModelConfig, PrefillConfig
 from moonshard.serving.control.sampling_parameters import Sampling
 from moonshard.serving.engine.compiled.compilations import CompilationCounter
-from moonshard.serving.engine.loading import LoadedModel, load_model
+from moonshard.serving.engine.loading.model import LoadedModel, load_model
 from moonshard.serving.worker import link_service
 from moonshard.serving.worker.link_service import LinkServicer, LinkSession
 from moonshard.serving.worker.spans import WorkerSpans

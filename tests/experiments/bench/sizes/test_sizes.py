@@ -11,7 +11,7 @@ from moonshard.experiments.bench.sizes.record import SizesJob, Tried, TriedSizes
 from moonshard.experiments.bench.sizes.table import BEST, BETTER, COLUMNS, TABLE, sizes_grid
 from moonshard.models.machines import MACHINES, XLA, Machine
 from moonshard.serving.config.reading import load_config
-from moonshard.serving.engine.loading import machine_for
+from moonshard.serving.engine.loading.model import machine_for
 
 pytestmark = pytest.mark.xdist_group("jax")
 TINY = Path(__file__).parents[3] / "fixtures" / "kimi_k2"

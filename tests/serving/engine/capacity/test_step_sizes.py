@@ -12,7 +12,7 @@ from moonshard.models.machines import MACHINES
 from moonshard.models.registry import open_model
 from moonshard.serving.config.keys import Config, KvConfig, ModelConfig, PrefillConfig
 from moonshard.serving.engine.capacity.sizes import buckets, choose_sizes, prefill_buckets
-from moonshard.serving.engine.loading import load_model, machine_for
+from moonshard.serving.engine.loading.model import load_model, machine_for
 from tests.agreement import FIXTURES
 
 pytestmark = pytest.mark.xdist_group("jax")

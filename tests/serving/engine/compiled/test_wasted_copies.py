@@ -26,7 +26,7 @@ from moonshard.models.registry import model_of
 from moonshard.models.spec import Param
 from moonshard.serving.engine.compiled.blueprint import Blueprint
 from moonshard.serving.engine.compiled.stage_model import StageModel
-from moonshard.serving.engine.loading import backend_for, machine_for
+from moonshard.serving.engine.loading.model import backend_for, machine_for
 from moonshard.serving.engine.steps import StepKind, StepShapes
 from moonshard.sharding.mesh import build_mesh
 from moonshard.sharding.shape import MeshShape

@@ -16,7 +16,7 @@ from moonshard.models.folder.writing import write_checkpoint
 from tests.quantised import folders
 from tests.wrapped import copy_companions
 
-KIMI = Path(__file__).parents[2] / "fixtures" / "kimi_k2"
+KIMI = Path(__file__).parents[3] / "fixtures" / "kimi_k2"
 FILES = ("config.json", "chat_template.jinja", "model.safetensors", "tiktoken.model", "tokenizer.json")
 
 Damage = Callable[[Path], object]

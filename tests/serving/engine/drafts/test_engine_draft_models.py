@@ -13,7 +13,7 @@ from moonshard.serving.control.drafting.guesses import Guesses
 from moonshard.serving.control.request import Request
 from moonshard.serving.control.sampling_parameters import Sampling
 from moonshard.serving.engine.compiled.prepared import MIN_ASKED
-from moonshard.serving.engine.draft_loading import OpenDraft
+from moonshard.serving.engine.loading.draft import OpenDraft
 from moonshard.serving.engine.steps import GUESS_AFTER, ProgramKey, StepKind
 from moonshard.sharding.rules import DECODE
 from moonshard.sharding.shape import MeshShape

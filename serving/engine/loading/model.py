@@ -42,8 +42,8 @@ from moonshard.serving.engine.compiled.prepared import PreparedPrograms
 from moonshard.serving.engine.compiled.reading import Progress, Reading
 from moonshard.serving.engine.compiled.stage_model import StageModel
 from moonshard.serving.engine.compiled.store import ProgramStore
-from moonshard.serving.engine.draft_loading import OpenDraft, open_draft_of
-from moonshard.serving.engine.holding import fingerprint_of, holding_of, tell_how_weights_are_held
+from moonshard.serving.engine.loading.draft import OpenDraft, open_draft_of
+from moonshard.serving.engine.loading.holding import fingerprint_of, holding_of, tell_how_weights_are_held
 from moonshard.serving.engine.programs import Programs
 from moonshard.serving.engine.stage import Stage
 from moonshard.serving.engine.steps import StepShapes

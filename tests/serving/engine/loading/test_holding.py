@@ -18,7 +18,7 @@ from moonshard.models.registry import open_model
 from moonshard.serving.cli import main
 from moonshard.serving.config.keys import Config, DecodeConfig, KvConfig, ModelConfig, PrefillConfig, WorkerRole
 from moonshard.serving.engine.capacity.sizes import WeightBytes
-from moonshard.serving.engine.loading import LoadedModel, load_model
+from moonshard.serving.engine.loading.model import LoadedModel, load_model
 from moonshard.sharding.budget import budget
 from moonshard.sharding.rules import DECODE
 from moonshard.sharding.shape import MeshShape

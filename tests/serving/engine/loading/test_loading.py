@@ -30,11 +30,11 @@ from moonshard.serving.config.keys import (
     PrefillConfig,
 )
 from moonshard.serving.config.reading import load_config
-from moonshard.serving.engine import loading
 from moonshard.serving.engine.capacity import memory, sizes
 from moonshard.serving.engine.capacity.sizes import DEFAULT_MAX_CONTEXT_TOKENS, resolve_dtype
 from moonshard.serving.engine.compiled.preparation import Preparation
-from moonshard.serving.engine.loading import load_model
+from moonshard.serving.engine.loading import model as loading
+from moonshard.serving.engine.loading.model import load_model
 from moonshard.sharding.experts import place_experts
 from moonshard.sharding.rules import DecodeRules, MeshError
 from moonshard.sharding.shape import MeshShape
