@@ -210,9 +210,7 @@ class SpeculationConfig:
 
     method: Literal["none", "grammar", "lookup", "eagle3", "mtp"] | tuple[GuessingMethod, ...] = "none"  # or several
     path: Path | None = None  # the folder of an eagle3 draft; none: of the embedded model its own
-    num_tokens: GuessedTokens | None = (
-        None  # of a guess, at most; auto: 3, and none while they cost more than they gain
-    )
+    num_tokens: GuessedTokens | None = None  # of a guess, at most; auto: 3, none where they cost more than they gain
 
     @property
     def methods(self) -> tuple[GuessingMethod, ...]:
