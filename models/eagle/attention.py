@@ -41,12 +41,16 @@ class PagedHeads:
             return -(-self.num_heads // self.per_layer)
         return -(-2 * self.num_heads * self.head_dim // self.num_features)
 
+    @property
+    def _width(self) -> int:
+        """Features of a layer that its heads take."""
+        return self.per_layer * 2 * self.head_dim or self.num_features
+
     def write(
         self, pages: Pages, tables: Int[Array, "n m"], positions: Int[Array, "n t"], keys: Heads, values: Heads
     ) -> Pages:
         both = jnp.concatenate([values, keys], axis=-1)
-        width = self.per_layer * 2 * self.head_dim or self.num_features
-        flat = _filled(both.reshape(*both.shape[:2], -1), self.num_layers * width)
+        flat = _filled(both.reshape(*both.shape[:2], -1), self.num_layers * self._width)
         for index, part in enumerate(jnp.split(flat, self.num_layers, axis=-1)):
             layer = jnp.int32(self.first_layer + index)
             pages = write_tokens(pages, layer, tables, positions, _filled(part, self.num_features))
@@ -54,9 +58,8 @@ class PagedHeads:
 
     def read(self, pages: Pages, blocks: Int[Array, "n b"]) -> tuple[Heads, Heads]:
         """The keys and values of whole blocks, in order."""
-        width = self.per_layer * 2 * self.head_dim or self.num_features
         layers = [jnp.int32(self.first_layer + index) for index in range(self.num_layers)]
-        parts = [read_blocks(pages, layer, blocks)[..., :width] for layer in layers]
+        parts = [read_blocks(pages, layer, blocks)[..., : self._width] for layer in layers]
         flat = jnp.concatenate(parts, axis=-1)[..., : 2 * self.num_heads * self.head_dim]
         both = flat.reshape(*flat.shape[:2], self.num_heads, 2 * self.head_dim)
         values, keys = jnp.split(both, 2, axis=-1)

@@ -81,8 +81,7 @@ class Eagle:
         machine: Machine = XLA,
         backend: moe.Backend = moe.blocks,
     ) -> tuple[Float[Array, "n t d"], Pages]:
-        placed = in_place(weights, machine.kernel_rows) if machine.reads_in_place else weights
-        fused = forward.fused(self.config, placed, features)
+        fused = forward.fused(self.config, _placed(weights, machine), features)
         return self.step(weights, pages, batch, fused, shard=shard, machine=machine, backend=backend)
 
     def step(
@@ -98,8 +97,7 @@ class Eagle:
     ) -> tuple[Float[Array, "n t d"], Pages]:
         """A step is an extension whose hidden states are no target's: `backend` is not asked, there are no experts."""
         del backend
-        if machine.reads_in_place:
-            weights = in_place(weights, machine.kernel_rows)
+        weights = _placed(weights, machine)
         over_pages = self._over_pages(weights, pages, batch, shard, machine)
         written: list[Pages] = []
 
@@ -119,9 +117,7 @@ class Eagle:
         *,
         machine: Machine = XLA,
     ) -> Float[Array, "b v"]:
-        if machine.reads_in_place:
-            weights = in_place(weights, machine.kernel_rows)
-        return forward.logits(self.config, weights, hidden, shard)
+        return forward.logits(self.config, _placed(weights, machine), hidden, shard)
 
     def token_of(self, weights: EagleWeights[Array], guessed: Int[Array, "*b"]) -> Int[Array, "*b"]:
         return guessed if weights.d2t is None else guessed + weights.d2t[guessed]
@@ -152,6 +148,11 @@ class Eagle:
         rotary = cos_and_sin(shape, batch.positions)
         where = (pages, jnp.int32(self.page_layer), batch, rotary)
         return self_attention(shape, w, both, *where, attend, expanded_in_xla(machine), shard)
+
+
+def _placed(weights: EagleWeights[Array], machine: Machine) -> EagleWeights[Any]:
+    """As the machine's kernels read them, where it has any."""
+    return in_place(weights, machine.kernel_rows) if machine.reads_in_place else weights
 
 
 def _llama(

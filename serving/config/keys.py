@@ -208,11 +208,9 @@ class TelemetryConfig:
 class SpeculationConfig:
     """Guesses at the tokens that follow, of which a decode step verifies several at once. They change no token."""
 
-    method: Literal["none", "grammar", "lookup", "eagle3", "mtp"] | tuple[GuessingMethod, ...] = "none"  # or several
+    method: Literal["none", GuessingMethod] | tuple[GuessingMethod, ...] = "none"  # or several
     path: Path | None = None  # the folder of an eagle3 draft; none: of the embedded model its own
-    num_tokens: GuessedTokens | None = (
-        None  # of a guess, at most; auto: 3, and none while they cost more than they gain
-    )
+    num_tokens: GuessedTokens | None = None  # of a guess, at most; auto: 3, none where they cost more than they gain
 
     @property
     def methods(self) -> tuple[GuessingMethod, ...]:

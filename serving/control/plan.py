@@ -101,6 +101,7 @@ class DecodePlan:
     number: int
     rows: tuple[DecodeRow, ...]
     num_ahead: int = 0  # tokens that a draft model is to guess behind each row, where there is one
+    is_guessing: bool = False  # its rows were to guess, whether they found anything or not
 
     @property
     def has_guesses(self) -> bool:

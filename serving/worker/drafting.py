@@ -7,7 +7,7 @@ from moonshard.serving.config.keys import SpeculationConfig
 from moonshard.serving.constrained.masks import Masks
 from moonshard.serving.control.drafting.drafter import Drafters
 from moonshard.serving.control.drafting.fit import DraftFit
-from moonshard.serving.control.drafting.guesses import Guesses
+from moonshard.serving.control.drafting.guesses import Guesses, Typical
 from moonshard.serving.control.drafting.lookup import Lookup
 from moonshard.serving.control.drafting.worth import Worth
 from moonshard.serving.control.request import Request, SequenceId
@@ -22,6 +22,7 @@ def drafters_of(config: SpeculationConfig, masks: Masks, worth: Worth, fit: Draf
         return None
     has_forced, has_lookup = "grammar" in methods, "lookup" in methods
     num_ahead = 0 if config.draft_model is None else config.most_tokens
+    typical = Typical()
     measured = worth if config.num_tokens is None else None
 
     def drafter(request: Request, choice: int) -> Guesses | None:
@@ -30,7 +31,7 @@ def drafters_of(config: SpeculationConfig, masks: Masks, worth: Worth, fit: Draf
             return None
         forced = functools.partial(masks.forced, SequenceId(request.id, choice)) if is_forced else None
         lookup = Lookup(request.prompt) if has_lookup else None
-        return Guesses(forced, lookup, num_ahead, worth=measured, fit=fit)
+        return Guesses(forced, lookup, num_ahead, worth=measured, typical=typical, fit=fit)
 
     return drafter
 

@@ -78,7 +78,7 @@ class Worker:
         self._worth, self._fit = Worth(), DraftFit()
         self._misfit_warning = MisfitWarning(self._fit)
         drafters = drafters_of(config.speculation, masks, self._worth, self._fit)
-        self._scheduler = Scheduler(model.scheduler_config(config), self._pool, drafters)
+        self._scheduler = Scheduler(model.scheduler_config(config), self._pool, drafters, self._worth.weigh)
         self._record = recorded.trace(epoch=self.epoch, role=role)
         self.engine = Engine(
             scheduler=self._scheduler,

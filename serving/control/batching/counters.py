@@ -19,9 +19,12 @@ class Totals:
     decode_tokens: int = 0
     num_drafts: int = 0  # rows that guessed; what came of it is counted when it arrives
     draft_tokens: int = 0
-    accepted_tokens: int = 0  # of the draft's
-    accepted_per_position: tuple[int, ...] = ()  # of these, the first of a draft, the second and so on
+    accepted_per_position: tuple[int, ...] = ()  # of the draft's, that were right: its first, its second and so on
     wasted_tokens: int = 0  # emitted for a sequence that had ended, or behind the token that ended it
+
+    @property
+    def accepted_tokens(self) -> int:
+        return sum(self.accepted_per_position)
 
     def snapshot(self) -> "Totals":
         """A copy: field by field, since it is made with every step's message."""
@@ -34,7 +37,6 @@ class Totals:
             decode_tokens=self.decode_tokens,
             num_drafts=self.num_drafts,
             draft_tokens=self.draft_tokens,
-            accepted_tokens=self.accepted_tokens,
             accepted_per_position=self.accepted_per_position,
             wasted_tokens=self.wasted_tokens,
         )
@@ -42,7 +44,6 @@ class Totals:
     def count_guesses(self, num_guessed: int, num_accepted: int) -> None:
         self.num_drafts += 1
         self.draft_tokens += num_guessed
-        self.accepted_tokens += num_accepted
         known = max(len(self.accepted_per_position), num_guessed)
         before = self.accepted_per_position + (0,) * (known - len(self.accepted_per_position))
         self.accepted_per_position = tuple([count + (place < num_accepted) for place, count in enumerate(before)])

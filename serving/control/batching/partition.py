@@ -105,11 +105,10 @@ class Partition:
         drafter = occupancy.sequence.drafter
         if drafter is None or occupancy.num_pending:
             return ()
-        generated = occupancy.sequence.generated
         most = min(self._config.q_len, occupancy.num_undrawn) - 1
-        draft = drafter.propose(generated, most) if most > 0 else ()
+        draft = drafter.propose(occupancy.sequence.generated, most) if most > 0 else ()
         # a draft model writes KV behind what it guesses from, too; what it has no room for, it guesses worse
-        num_ahead = drafter.num_ahead(len(generated) + 1)
+        num_ahead = occupancy.num_ahead
         if not draft and not num_ahead:
             return ()
         wanted = min(len(draft) + max(1, num_ahead), occupancy.num_undrawn)

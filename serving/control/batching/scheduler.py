@@ -43,7 +43,7 @@ from moonshard.serving.control.batching.launches import Draw, Launches
 from moonshard.serving.control.batching.partition import Partition, PartitionConfig
 from moonshard.serving.control.batching.queue import NeverFits, QueueFull, QueueTimeout, check_fits, check_resumed
 from moonshard.serving.control.batching.sequence import Accepted, Occupancy, Phase, active_tokens, finish_reason
-from moonshard.serving.control.drafting.drafter import Drafters
+from moonshard.serving.control.drafting.drafter import Drafter, Drafters, Weigh
 from moonshard.serving.control.fifo import is_full
 from moonshard.serving.control.plan import DecodePlan, DecodeRow, Delivered, Plan, PrefillPlan, Results, Sampled
 from moonshard.serving.control.request import Output, Request
@@ -73,10 +73,13 @@ class SchedulerConfig(PartitionConfig):
 class Scheduler:
     """Decides the steps of one worker, of any role: a prompt that was prefilled elsewhere comes in by `join`."""
 
-    def __init__(self, config: SchedulerConfig, pool: BlockPool, drafters: Drafters | None = None):
+    def __init__(
+        self, config: SchedulerConfig, pool: BlockPool, drafters: Drafters | None = None, weigh: Weigh | None = None
+    ):
         """`drafters` makes the drafter of a choice, or None where nothing guesses its tokens. For `q_len` of 1 none."""
         self.config = config
         self._drafters = drafters if config.q_len > 1 else None
+        self._weigh = weigh if config.q_len > 1 else None
         self._pool = pool
         self._accepted: dict[bytes, Accepted] = {}
         self._launches = Launches()
@@ -207,6 +210,9 @@ class Scheduler:
 
     def _decide(self) -> None:
         """Prefill and decode take turns while both have work."""
+        if self._weigh is not None:
+            decoding = [each for partition in self._partitions for each in partition.slots if each.is_decoding]
+            self._weigh([each.num_right for each in decoding])
         for partition in self._partitions:
             partition.admission.admit_landed()
         ready = [occupancy for partition in self._partitions for occupancy in partition.ready_to_decode()]
@@ -222,15 +228,17 @@ class Scheduler:
         ready = self._next_microbatch(ready)
         if not ready:
             return
-        draws, rows, num_ahead = list[Draw](), list[DecodeRow](), 0
+        draws, rows, num_ahead, is_guessing = list[Draw](), list[DecodeRow](), 0, False
         for occupancy in ready:
             draft = self._partition_of(occupancy).draft(occupancy) if self._has_drafters else ()
             most = 1 + len(draft)
-            num_ahead = max(num_ahead, occupancy.num_ahead)
+            num_ahead, is_guessing = max(num_ahead, occupancy.num_ahead), is_guessing or occupancy.is_eager
             draws.append(Draw(occupancy, 1, most))
             rows.append(occupancy.row(most, draft))
             occupancy.num_computed += most
-        plan = DecodePlan(number=self._launches.next_number(), rows=tuple(rows), num_ahead=num_ahead)
+        plan = DecodePlan(
+            number=self._launches.next_number(), rows=tuple(rows), num_ahead=num_ahead, is_guessing=is_guessing
+        )
         self._launches.push(plan, ready, draws)
         self._is_decode_next = False
 
@@ -295,6 +303,12 @@ class Scheduler:
         ended = tuple(request_id for request_id in finished if request_id not in self._accepted)
         return Delivered(outputs=tuple(outputs), ended=ended)
 
+    def _tell(self, drafter: Drafter, generated: list[int], guesses: tuple[int, ...]) -> None:
+        if guesses:
+            drafter.take_guesses(len(generated), guesses)
+        if not drafter.is_eager:
+            drafter.watch(generated, self.config.q_len - 1)
+
     def _deliver(self, draw: Draw, sampled: Sampled) -> Output | None:
         """Hand on the tokens up to the one that ends the sequence; None where there are none, or it has ended since."""
         (occupancy, least, most), num_tokens = draw, len(sampled.tokens)
@@ -312,8 +326,8 @@ class Scheduler:
             sequence.drafter.note(most - 1, num_tokens - 1)
         is_first = not sequence.generated
         num_taken, finish = sequence.append(sampled.tokens)
-        if sampled.guesses and sequence.drafter is not None:
-            sequence.drafter.take_guesses(len(sequence.generated), sampled.guesses)
+        if sequence.drafter is not None:
+            self._tell(sequence.drafter, sequence.generated, sampled.guesses)
         self._totals.wasted_tokens += num_tokens - num_taken
         self._partition_of(occupancy).slots.note(occupancy)
         if finish is not None:

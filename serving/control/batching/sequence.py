@@ -167,16 +167,29 @@ class Occupancy:
         """
         if self.num_unsure:
             return True
-        drafter, num_generated = self.sequence.drafter, len(self.sequence.generated)
-        return self.num_pending > 0 and drafter is not None and drafter.is_eager(num_generated)
+        return self.num_pending > 0 and self.is_eager
+
+    @property
+    def is_eager(self) -> bool:
+        """Whether its rows are to guess."""
+        drafter = self.sequence.drafter
+        return drafter is not None and drafter.is_eager
+
+    @property
+    def is_decoding(self) -> bool:
+        return self.phase is Phase.DECODE
+
+    @property
+    def num_right(self) -> float:
+        """Right guesses that its next row may expect."""
+        drafter = self.sequence.drafter
+        return 0.0 if drafter is None else drafter.num_right
 
     @property
     def num_ahead(self) -> int:
         """How many tokens a draft model is to guess behind the row that it launches now."""
-        sequence = self.sequence
-        if sequence.drafter is None:
-            return 0
-        return sequence.drafter.num_ahead(len(sequence.generated) + self.num_pending + 1)
+        drafter = self.sequence.drafter
+        return 0 if drafter is None else drafter.num_ahead
 
     @property
     def is_draining(self) -> bool:

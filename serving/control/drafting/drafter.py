@@ -9,18 +9,27 @@ from moonshard.serving.control.request import Request
 class Drafter(Protocol):
     """Guesses for one choice of one request; lives as long as it does here."""
 
-    def is_eager(self, num_generated: int) -> bool:
-        """Whether the next row waits until all tokens are known, so that it can guess from them; as far as so many
-        are.
-        """
+    @property
+    def is_eager(self) -> bool:
+        """Whether the next row waits until all tokens are known, so that it can guess from them."""
+        ...
+
+    @property
+    def num_right(self) -> float:
+        """Right guesses that the next row may expect, in the mean."""
+        ...
+
+    @property
+    def num_ahead(self) -> int:
+        """How many tokens a draft model is to guess behind the next row."""
         ...
 
     def propose(self, generated: Sequence[int], most: int) -> tuple[int, ...]:
         """At most so many tokens that may follow these, which are all that the choice has generated; `most` >= 1."""
         ...
 
-    def num_ahead(self, num_generated: int) -> int:
-        """How many tokens a draft model is to guess behind so many that the choice has generated."""
+    def watch(self, generated: Sequence[int], most: int) -> None:
+        """Sees the tokens of a row that is not eager, and learns what its guesses would have been worth."""
         ...
 
     def take_guesses(self, num_generated: int, guesses: tuple[int, ...]) -> None:
@@ -33,3 +42,4 @@ class Drafter(Protocol):
 
 
 type Drafters = Callable[[Request, int], Drafter | None]
+type Weigh = Callable[[Sequence[float]], None]  # told what each row of the next step may expect, before it is decided

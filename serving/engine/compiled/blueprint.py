@@ -112,10 +112,8 @@ class Blueprint:
     def _given_to_guess(self, kind: StepKind, bucket: int) -> tuple[Any, ...]:
         draft = self._draft
         behind = STEP_BEFORE[kind]
-        given, state = (
-            self._cut(self.shapes.num_partitions, self.shapes.layout(behind, bucket).size),
-            self._abstract_state(),
-        )
+        state = self._abstract_state()
+        given = self._cut(self.shapes.num_partitions, self.shapes.layout(behind, bucket).size)
         own = self._cut(self.shapes.num_partitions, self.shapes.layout(kind, bucket).size)
         features = self._stream(behind, bucket, draft.model.feature_size)
         positions = self.shapes.q_len if kind is StepKind.GUESS_VERIFY else 0

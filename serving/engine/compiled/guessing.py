@@ -4,6 +4,8 @@ Its KV is written from the target's own features at every position whose next to
 step computed, and over what guesses wrote there before. Rows and alignment are `models.draft`'s.
 """
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 
@@ -13,7 +15,7 @@ from moonshard.models.model import Batch
 from moonshard.serving.engine.compiled.stage_model import StageDraft, StageModel
 from moonshard.serving.engine.draws import DRAWN_COLUMNS, Fields
 from moonshard.serving.engine.steps import StepLayout
-from moonshard.sharding.arrays import Array, Float, Int
+from moonshard.sharding.arrays import Array, Bool, Float, Int
 
 type Guessed = tuple[Pages, Int[Array, "slots k"]]
 
@@ -74,11 +76,26 @@ def behind_decode(
     batch = Batch(tokens=tokens, positions=positions, block_tables=f["block_tables"])
     last = jnp.maximum(num_emitted - 1, 0)[:, None]
     places = jnp.take_along_axis(positions, last, axis=1)[:, 0]
-    with jax.default_matmul_precision(precision):
-        hidden, pages = _extend(part, weights, pages, batch, features)
+
+    def extended(pages: Pages) -> Pages:
+        """Nothing reads the hidden states, so what makes them is left out of the program: only the KV is written."""
+        return _extend(part, weights, pages, batch, features)[1]
+
+    def guessed(carry: Guessed) -> Guessed:
+        hidden, pages = _extend(part, weights, carry[0], batch, features)
         newest = jnp.take_along_axis(hidden, last[..., None], axis=1)[:, 0]
-        pages, guesses = _guess(part, weights, pages, f["block_tables"], places, newest, own, num_ahead)
+        return _guess(part, weights, pages, f["block_tables"], places, newest, own, num_ahead)
+
+    wants_guesses = own["num_ahead"] > 0
+    with jax.default_matmul_precision(precision):
+        pages = _if(~wants_guesses, extended, pages)
+        pages, guesses = _if(wants_guesses, guessed, (pages, jnp.zeros((len(last), num_ahead), jnp.int32)))
     return pages, jnp.pad(guesses, ((0, len(draws) - len(guesses)), (0, 0)))
+
+
+def _if[T](is_so: Bool[Array, ""], turn: Callable[[T], T], carry: T) -> T:
+    """What `turn` makes of `carry`, or `carry`. It is a loop: `cond` copies the pages, where a loop writes in place."""
+    return jax.lax.fori_loop(0, is_so.astype(jnp.int32), lambda _, carry: turn(carry), carry)
 
 
 def _emitted(draws: Int[Array, "n columns"]) -> tuple[Int[Array, "n t"], Int[Array, "n"]]:

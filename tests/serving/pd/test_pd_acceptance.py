@@ -1,8 +1,7 @@
 """A draft model guesses as well behind a handoff, a hit and a failover as where all began: its KV and its first guesses
 come along.
 
-The embedded model with its draft, and held-out turns that call tools. Elsewhere a hit costs a block, and what a prefill
-worker did not hand over costs acceptance (from 0.190 to 0.029 in vLLM).
+The embedded model with its draft, and held-out turns that call tools.
 """
 
 from collections.abc import Callable, Coroutine, Sequence

@@ -29,8 +29,16 @@ def a_scheduler(num_partitions: int = 1, num_blocks: int = 64, **changes: float)
 class WithoutModel:
     """The part of a drafter that has no model."""
 
-    def num_ahead(self, num_generated: int) -> int:
+    @property
+    def num_right(self) -> float:
+        return 0.0
+
+    @property
+    def num_ahead(self) -> int:
         return 0
+
+    def watch(self, generated: Sequence[int], most: int) -> None:
+        raise AssertionError("it is always eager")
 
     def take_guesses(self, num_generated: int, guesses: tuple[int, ...]) -> None:
         raise AssertionError("nobody asked a model")
@@ -39,7 +47,8 @@ class WithoutModel:
 class Guesser(WithoutModel):
     """Always guesses as many tokens as a row may have."""
 
-    def is_eager(self, num_generated: int) -> bool:
+    @property
+    def is_eager(self) -> bool:
         return True
 
     def propose(self, generated: Sequence[int], most: int) -> tuple[int, ...]:

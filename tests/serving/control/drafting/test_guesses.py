@@ -1,4 +1,4 @@
-"""What guesses for one sequence, in which order, and how failures make it rest."""
+"""What guesses for one sequence, in which order, and what it expects to be right about."""
 
 from collections.abc import Sequence
 
@@ -7,11 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moonshard.serving.control.drafting.fit import NUM_JUDGED, DraftFit
-from moonshard.serving.control.drafting.guesses import FIRST_REST, LONGEST_REST, Guesses
+from moonshard.serving.control.drafting.guesses import Guesses, Typical
 from moonshard.serving.control.drafting.lookup import LONGEST, SHORTEST, Lookup
 from moonshard.serving.control.drafting.worth import Worth
-from moonshard.serving.control.plan import DecodePlan, DecodeRow
-from moonshard.serving.control.request import Request, SequenceId, SlotId
 
 MOST = 3
 
@@ -21,8 +19,8 @@ def forced(*tokens: int):
 
 
 def test_a_draft_model_is_asked_for_nothing_where_there_is_none():
-    assert Guesses(None, None).num_ahead(5) == 0
-    assert Guesses(None, None, MOST).num_ahead(5) == MOST
+    assert Guesses(None, None).num_ahead == 0
+    assert Guesses(None, None, MOST).num_ahead == MOST
 
 
 def test_what_a_draft_model_says_counts_only_behind_the_tokens_that_it_followed():
@@ -65,7 +63,7 @@ def test_lookup_goes_first_where_it_has_been_right_more_often_and_then_the_model
     guesses = Guesses(None, Lookup(tokens_of_a_loop(21)), MOST)
     num_known, was_asked = 0, list[bool]()
     for _ in range(12):
-        was_asked.append(guesses.num_ahead(num_known) > 0)
+        was_asked.append(guesses.num_ahead > 0)
         if was_asked[-1]:
             guesses.take_guesses(num_known, (90, 91, 92))
         known = tokens_of_a_loop(21 + num_known)[21:]
@@ -81,11 +79,11 @@ def test_the_model_is_asked_again_where_lookup_finds_nothing_any_more():
     looping = tokens_of_a_loop(80)[21:]
     for num_known in range(0, 40, 4):
         guesses.propose(looping[:num_known], MOST)
-    assert guesses.num_ahead(40) == 0
+    assert guesses.num_ahead == 0
     others = [*looping[:40], *range(100, 130)]
     for num_known in range(41, 60):
         guesses.propose(others[:num_known], MOST)
-    assert guesses.num_ahead(60) == MOST
+    assert guesses.num_ahead == MOST
 
 
 def test_a_model_that_is_right_goes_before_lookup_that_is_not():
@@ -96,66 +94,61 @@ def test_a_model_that_is_right_goes_before_lookup_that_is_not():
         if count:
             assert Lookup([1, 2, 9]).propose([*known, 1, 2], (), 1) != (10 + count,)
         assert guesses.propose(known, MOST) == (1, 2, 10 + count)
-        assert guesses.num_ahead(len(known)) == MOST
+        assert guesses.num_ahead == MOST
         known += [1, 2, 10 + count, 1, 2, 50 + count]
 
 
-def rests_after_failures(guesses: Guesses, num: int) -> list[int]:
-    """How many tokens it lets pass without a guess, rest by rest, while no guess is right."""
-    rests, count = list[int](), 0
-    while len(rests) < num:
-        guesses.take_guesses(count, (1, 2, 3))
-        assert guesses.propose([0] * count, MOST)
-        guesses.note(MOST, 0)
-        rest = next(rest for rest in range(LONGEST_REST + 1) if guesses.is_eager(count + rest))
-        assert guesses.num_ahead(count) == (0 if rest else MOST)
-        rests += [rest] if rest else []
-        count += max(1, rest)
-    return rests
+class Off(Worth):
+    def __init__(self):
+        super().__init__()
+        self.is_on = False
 
 
-def test_failures_make_it_rest_ever_longer():
-    guesses = Guesses(None, None, MOST, worth=Worth())
-    assert rests_after_failures(guesses, 4) == [FIRST_REST, 2 * FIRST_REST, LONGEST_REST, LONGEST_REST]
-    assert guesses.num_ahead(10_000) == MOST
+def test_nothing_is_guessed_where_it_is_not_worth_it():
+    guesses = Guesses(forced(7), Lookup([1, 2, 3, 1, 2]), MOST, worth=Off())
+    guesses.take_guesses(1, (1, 2, 3))
+    assert not guesses.is_eager
+    assert guesses.num_ahead == 0
+    assert guesses.propose([3], MOST) == ()
 
 
-def test_all_that_rest_as_long_try_again_at_the_same_step():
-    """One that tries alone would hardly be worth the others' time; together they may be."""
-    row = DecodeRow(SequenceId(b"r", 0), Request(id=b"r", prompt=(1,), max_tokens=9), SlotId(0, 0), 1, (0,))
-    worth = Worth()
-    for step in range(1, 60):
-        worth.note(DecodePlan(number=step, rows=(row,)), 1, step)
-        if worth.must_measure:
-            continue
-        guesses = Guesses(None, None, MOST, worth=worth)
-        while guesses.num_ahead(0):
-            guesses.take_guesses(0, (1, 2, 3))
-            assert guesses.propose([], MOST)
-            guesses.note(MOST, 0)
-        rest = next(rest for rest in range(1, LONGEST_REST + 1) if guesses.is_eager(rest))
-        assert (step + rest) % FIRST_REST == 0
+def test_a_sequence_expects_what_the_best_of_its_sources_was_right_about():
+    guesses = Guesses(forced(7), None, MOST)
+    for round in range(30):
+        guesses.take_guesses(4 * round, (7, 8, 5))
+        guesses.propose([7, 8, 9, 5] * round, MOST)
+    assert guesses.num_right == pytest.approx(2, abs=0.01)
+    assert Guesses(None, None).num_right == 0.0
 
 
-def test_guesses_that_gain_less_than_their_steps_cost_make_it_rest():
-    class Dear(Worth):
-        def least_accepted(self) -> float:
-            return 1.5
-
-    guesses = [Guesses(None, None, MOST, worth=Dear()) for _ in range(2)]
-    for count in range(20):
-        for each, num_right in zip(guesses, (1, 2), strict=True):
-            each.take_guesses(count, (1, 2, 3))
-            if each.propose([0] * count, MOST):
-                each.note(MOST, num_right)
-    assert [each.is_eager(20) for each in guesses] == [False, True]
+def test_lookup_is_judged_where_it_is_not_tried():
+    guesses = Guesses(None, Lookup(tokens_of_a_loop(21)), worth=Off())
+    generated = tokens_of_a_loop(100)[21:]
+    for count in range(len(generated)):
+        guesses.watch(generated[:count], MOST)
+    assert guesses.num_right == pytest.approx(MOST, abs=0.1)
+    for count in range(60):
+        guesses.watch([*generated, *range(100, 100 + count)], MOST)
+    assert guesses.num_right == pytest.approx(0.0, abs=0.1)
 
 
-def test_a_row_that_the_model_was_not_asked_about_tells_nothing_of_it():
-    guesses = Guesses(None, None, MOST, worth=Worth())
+def test_a_new_sequence_expects_what_others_were_right_about():
+    typical = Typical()
+    for _ in range(20):
+        old = Guesses(None, Lookup(tokens_of_a_loop(21)), typical=typical)
+        generated = tokens_of_a_loop(100)[21:]
+        for count in range(0, len(generated), MOST + 1):
+            old.propose(generated[:count], MOST)
+    assert Guesses(None, Lookup([1]), typical=typical).num_right == pytest.approx(MOST, abs=0.1)
+    assert Guesses(None, None, typical=typical).num_right == 0.0
+
+
+def test_a_model_that_was_not_asked_is_not_judged():
+    guesses = Guesses(None, None, MOST)
+    before = guesses.num_right
     for count in range(20):
         assert guesses.propose([0] * count, MOST) == ()
-    assert guesses.is_eager(20)
+    assert guesses.num_right == before
 
 
 @pytest.mark.parametrize("num_right", [0, 1])
@@ -169,14 +162,6 @@ def test_a_model_that_is_hardly_ever_right_does_not_fit(num_right):
         assert fit.num_drafts == (count + 1) // 2
     assert fit.accept_length == 1 + num_right
     assert fit.is_misfit == (not num_right)
-
-
-def test_where_the_number_is_given_nothing_rests():
-    guesses = Guesses(None, None, MOST)
-    for count in range(50):
-        guesses.take_guesses(count, (1, 2, 3))
-        assert guesses.propose([0] * count, MOST)
-        guesses.note(MOST, 0)
 
 
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=40), st.lists(st.integers(0, 3), max_size=12))

@@ -29,7 +29,8 @@ class Script(WithoutModel):
         self._guess = guess
         self.noted: list[tuple[int, int]] = []
 
-    def is_eager(self, num_generated: int) -> bool:
+    @property
+    def is_eager(self) -> bool:
         return True
 
     def propose(self, generated: Sequence[int], most: int) -> tuple[int, ...]:
