@@ -78,12 +78,19 @@ class Worker:
         self._worth, self._fit = Worth(), DraftFit()
         self._misfit_warning = MisfitWarning(self._fit)
         drafters = drafters_of(config.speculation, masks, self._worth, self._fit)
-        self._scheduler = Scheduler(model.scheduler_config(config), self._pool, drafters, self._worth.weigh)
+        prepared = model.programs.prepared
+        self._scheduler = Scheduler(
+            model.scheduler_config(config),
+            self._pool,
+            drafters,
+            weigh=self._worth.weigh,
+            can_verify=prepared.can_verify,
+        )
         self._record = recorded.trace(epoch=self.epoch, role=role)
         self.engine = Engine(
             scheduler=self._scheduler,
             executor=model.programs,
-            encoder=StepEncoder(model.shapes, model.programs.prepared.bucket_for),
+            encoder=StepEncoder(model.shapes, prepared.bucket_for),
             events=self,
             masks=masks,
             num_stages=model.num_stages,

@@ -32,6 +32,7 @@ keep the true lengths on the device and let the host count too many until it hea
 """
 
 import itertools
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -43,7 +44,7 @@ from moonshard.serving.control.batching.launches import Draw, Launches
 from moonshard.serving.control.batching.partition import Partition, PartitionConfig
 from moonshard.serving.control.batching.queue import NeverFits, QueueFull, QueueTimeout, check_fits, check_resumed
 from moonshard.serving.control.batching.sequence import Accepted, Occupancy, Phase, active_tokens, finish_reason
-from moonshard.serving.control.drafting.drafter import Drafter, Drafters, Weigh
+from moonshard.serving.control.drafting.drafter import CanVerify, Drafter, Drafters, Weigh
 from moonshard.serving.control.fifo import is_full
 from moonshard.serving.control.plan import DecodePlan, DecodeRow, Delivered, Plan, PrefillPlan, Results, Sampled
 from moonshard.serving.control.request import Output, Request
@@ -74,12 +75,19 @@ class Scheduler:
     """Decides the steps of one worker, of any role: a prompt that was prefilled elsewhere comes in by `join`."""
 
     def __init__(
-        self, config: SchedulerConfig, pool: BlockPool, drafters: Drafters | None = None, weigh: Weigh | None = None
+        self,
+        config: SchedulerConfig,
+        pool: BlockPool,
+        drafters: Drafters | None = None,
+        *,
+        weigh: Weigh | None = None,
+        can_verify: CanVerify = lambda num_rows: True,
     ):
         """`drafters` makes the drafter of a choice, or None where nothing guesses its tokens. For `q_len` of 1 none."""
         self.config = config
         self._drafters = drafters if config.q_len > 1 else None
         self._weigh = weigh if config.q_len > 1 else None
+        self._can_verify = can_verify
         self._pool = pool
         self._accepted: dict[bytes, Accepted] = {}
         self._launches = Launches()
@@ -210,15 +218,20 @@ class Scheduler:
 
     def _decide(self) -> None:
         """Prefill and decode take turns while both have work."""
-        if self._weigh is not None:
-            decoding = [each for partition in self._partitions for each in partition.slots if each.is_decoding]
-            self._weigh([each.num_right for each in decoding])
+        self._weigh_guesses()
         for partition in self._partitions:
             partition.admission.admit_landed()
         ready = [occupancy for partition in self._partitions for occupancy in partition.ready_to_decode()]
         is_decode_turn = bool(ready) and self._is_decode_next
         if is_decode_turn or not self._launch_prefill():
             self._launch_decode(ready)
+
+    def _weigh_guesses(self) -> None:
+        if self._weigh is None:
+            return
+        decoding = [[each.num_right for each in partition.slots if each.is_decoding] for partition in self._partitions]
+        if num_rows := max(map(len, decoding)):
+            self._weigh(list(itertools.chain.from_iterable(decoding)), self._can_verify(num_rows))
 
     @property
     def _has_drafters(self) -> bool:
@@ -229,10 +242,12 @@ class Scheduler:
         if not ready:
             return
         draws, rows, num_ahead, is_guessing = list[Draw](), list[DecodeRow](), 0, False
+        can_guess = self._has_drafters and self._can_verify(_most_of_a_partition(ready))
         for occupancy in ready:
-            draft = self._partition_of(occupancy).draft(occupancy) if self._has_drafters else ()
+            draft = self._partition_of(occupancy).draft(occupancy) if can_guess else ()
             most = 1 + len(draft)
-            num_ahead, is_guessing = max(num_ahead, occupancy.num_ahead), is_guessing or occupancy.is_eager
+            if can_guess:
+                num_ahead, is_guessing = max(num_ahead, occupancy.num_ahead), is_guessing or occupancy.is_eager
             draws.append(Draw(occupancy, 1, most))
             rows.append(occupancy.row(most, draft))
             occupancy.num_computed += most
@@ -395,3 +410,7 @@ class Scheduler:
             queued_tokens=tuple([partition.queued_tokens for partition in self._partitions]),
             active_tokens=tuple(map(active_tokens, running)),
         )
+
+
+def _most_of_a_partition(occupancies: list[Occupancy]) -> int:
+    return max(Counter(each.slot.partition for each in occupancies).values())

@@ -42,4 +42,7 @@ class Drafter(Protocol):
 
 
 type Drafters = Callable[[Request, int], Drafter | None]
-type Weigh = Callable[[Sequence[float]], None]  # told what each row of the next step may expect, before it is decided
+type Weigh = Callable[
+    [Sequence[float], bool], None
+]  # the right guesses that each row may expect; if any can be verified
+type CanVerify = Callable[[int], bool]  # rows of a partition

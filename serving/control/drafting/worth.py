@@ -120,9 +120,11 @@ class Worth:
         """Right guesses that a step must have for each of its rows, as the batch is now; None: not known yet."""
         return None if self._size is None else self._size.loss
 
-    def weigh(self, num_right: Sequence[float]) -> None:
+    def weigh(self, num_right: Sequence[float], can_verify: bool) -> None:
         """Decides for the step to come, from the right guesses that each row in the batch may expect."""
-        if num_right and self._size is not None:
+        if not can_verify:
+            self.is_on = False
+        elif num_right and self._size is not None:
             mean = sum(num_right) / len(num_right)
             self.is_on = not self._size.must_measure and self._size.is_worth(mean)
 

@@ -2,7 +2,8 @@
 
 Apart from the stages that run them, since programs are made while there is no weight and no page yet. Of each kind the
 largest bucket, which serves every step, is prepared before the worker is ready, and the others behind it: a step takes
-the smallest that is there, and what it would rather have had is noted. How programs are made is `compiled.preparation`.
+the smallest that is there, and what it would rather have had is noted. Guesses are verified once there is a program for
+so few rows: a worker is no later ready for them. How programs are made is `compiled.preparation`.
 """
 
 import threading
@@ -15,6 +16,7 @@ from moonshard.serving.engine.compiled.blueprint import Blueprint
 from moonshard.serving.engine.steps import GUESS_AFTER, STEP_BEFORE, ProgramKey, StepKind, StepShapes, smallest
 
 _DECODES = (StepKind.DECODE, StepKind.VERIFY)
+_VERIFYING = (StepKind.VERIFY, StepKind.GUESS_VERIFY, StepKind.ACCEPT)  # without them every token is served, too
 MIN_ASKED = 3  # a size that comes once is no reason to compile for it
 
 
@@ -58,26 +60,31 @@ class PreparedPrograms:
     def others(self) -> tuple[Wanted, ...]:
         """The programs that only serve smaller steps faster; the smallest first, of each kind in turn."""
         others = [wanted for wanted in self._wanted() if not wanted.is_needed]
-        return tuple(sorted(others, key=lambda wanted: self.shapes.buckets[wanted.key[0]].index(wanted.key[1])))
+        return tuple(sorted(others, key=lambda wanted: self._buckets_of(wanted.key[0]).index(wanted.key[1])))
 
     @property
     def firsts(self) -> tuple[Wanted, ...]:
         """Of `others` those that serve a short first request: a prefill of one row, and the smallest decodes."""
         q_tile, decodes = self.shapes.q_tile, self.shapes.decode_buckets
         short = [(StepKind.PREFILL, q_tile), *((kind, decodes[0]) for kind in _DECODES if decodes)]
-        keys = {(kind, size) for own, size in short for kind in (own, GUESS_AFTER[own])}
+        keys = {(kind, size) for own, size in short for kind in (own, GUESS_AFTER[own])} | {(StepKind.ACCEPT, 0)}
         return tuple(wanted for wanted in self.others if wanted.key in keys)
 
     def _wanted(self) -> Iterator[Wanted]:
         for index, blueprint in enumerate(self.blueprints):
             for key in blueprint.keys:
                 kind, bucket = key
-                is_needed = bucket == max(self.shapes.buckets.get(kind, (0,)))
+                is_needed = kind not in _VERIFYING and bucket == self._buckets_of(kind)[-1]
                 yield Wanted(stage=index, key=key, blueprint=blueprint, is_needed=is_needed)
 
+    def _buckets_of(self, kind: StepKind) -> tuple[int, ...]:
+        return self.shapes.buckets.get(kind, (0,))
+
     def only_needed(self) -> None:
-        """From now on a step takes the largest bucket of its kind, until smaller programs have been taken."""
-        self._ready = {kind: sizes[-1:] for kind, sizes in self.shapes.buckets.items()}
+        """From now on a step takes the largest bucket of its kind, until smaller programs have been taken; and nothing
+        is verified until there is what verifies.
+        """
+        self._ready = {kind: () if kind in _VERIFYING else sizes[-1:] for kind, sizes in self.shapes.buckets.items()}
 
     def tell_missing(self, on_missing: Callable[[ProgramKey], None]) -> None:
         """From now on `on_missing` is told, on the thread that makes steps, of missing programs that steps could
@@ -95,19 +102,34 @@ class PreparedPrograms:
         kind, bucket = wanted.key
         with self._taking:
             self._taken.add((wanted.stage, wanted.key))
-            kind = STEP_BEFORE.get(kind, kind)
-            if kind in self._ready and self._is_whole(kind, bucket):
-                self._ready |= {kind: tuple(sorted({*self._ready[kind], bucket}))}
+            is_for_all = kind is StepKind.ACCEPT  # of whatever bucket was verified
+            kind = StepKind.VERIFY if is_for_all else STEP_BEFORE.get(kind, kind)
+            if kind in self._ready:
+                buckets = self._sizes[kind] if is_for_all else (bucket,)
+                whole = {bucket for bucket in buckets if self._is_whole(kind, bucket)}
+                self._ready |= {kind: tuple(sorted({*self._ready[kind], *whole}))}
 
     def _is_whole(self, kind: StepKind, bucket: int) -> bool:
-        """Whether every stage has its program, and what guesses behind it where something does."""
-        stages = range(len(self.blueprints))
-        return all((index, key) in self._taken for index in stages for key in self._keys_of(kind, bucket))
+        """Whether every stage has its program, and what guesses or draws behind it where something does."""
+        keys = self._keys_of(kind, bucket)
+        return all(
+            (index, key) in self._taken for index, own in enumerate(self._by_stage) for key in keys if key in own
+        )
 
     def _keys_of(self, kind: StepKind, bucket: int) -> tuple[ProgramKey, ...]:
         """All that a step of this bucket runs of its own."""
         guess = GUESS_AFTER.get(kind)
-        return ((kind, bucket),) if guess not in self._sizes else ((kind, bucket), (guess, bucket))
+        guesses = () if guess not in self._sizes else ((guess, bucket),)
+        accepts = ((StepKind.ACCEPT, 0),) if kind is StepKind.VERIFY else ()
+        return ((kind, bucket), *guesses, *accepts)
+
+    def can_verify(self, num_rows: int) -> bool:
+        """Whether guesses of so many rows of a partition can be verified. If not, it is told as in `bucket_for`."""
+        ready, sizes = self._ready[StepKind.VERIFY], self._sizes[StepKind.VERIFY]
+        if ready and ready[-1] >= num_rows:
+            return True
+        self._ask_for(StepKind.VERIFY, smallest(sizes, num_rows))
+        return False
 
     def bucket_for(self, kind: StepKind, size: int) -> int:
         """The smallest bucket that is there and holds `size`.
@@ -120,11 +142,14 @@ class PreparedPrograms:
             return bucket
         best = smallest(sizes, size)
         if best < bucket:
-            self._num_asked[kind, best] += 1
-            if self._num_asked[kind, best] == MIN_ASKED:
-                for key in self._keys_of(kind, best):
-                    self._on_missing(key)
+            self._ask_for(kind, best)
         return bucket
+
+    def _ask_for(self, kind: StepKind, bucket: int) -> None:
+        self._num_asked[kind, bucket] += 1
+        if self._num_asked[kind, bucket] == MIN_ASKED:
+            for key in self._keys_of(kind, bucket):
+                self._on_missing(key)
 
     def compile(self) -> None:
         """Every program, one after another, with nothing kept: for benches and tests."""

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 from moonshard.kv.blocks import BlockPool
 from moonshard.serving.control.batching.scheduler import Scheduler, SchedulerConfig
+from moonshard.serving.control.drafting.drafter import CanVerify
 from moonshard.serving.control.plan import DecodePlan, Delivered, Plan, PrefillChunk, PrefillPlan, Sampled
 from moonshard.serving.control.request import Request, SequenceId
 from moonshard.serving.control.sampling_parameters import Sampling
@@ -13,7 +14,12 @@ BLOCK_SIZE = 16
 STOP = 99
 
 
-def a_scheduler(num_partitions: int = 1, num_blocks: int = 64, **changes: float) -> Scheduler:
+def a_scheduler(
+    num_partitions: int = 1,
+    num_blocks: int = 64,
+    can_verify: CanVerify = lambda num_rows: True,
+    **changes: float,
+) -> Scheduler:
     config = SchedulerConfig(
         slots_per_partition=4,
         chunk_tokens=64,
@@ -23,7 +29,7 @@ def a_scheduler(num_partitions: int = 1, num_blocks: int = 64, **changes: float)
         has_prefix_cache=False,
     )
     pool = BlockPool(num_partitions, num_blocks, BLOCK_SIZE)
-    return Scheduler(replace(config, **changes), pool, lambda request, choice: Guesser())
+    return Scheduler(replace(config, **changes), pool, lambda request, choice: Guesser(), can_verify=can_verify)
 
 
 class WithoutModel:

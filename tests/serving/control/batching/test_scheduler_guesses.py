@@ -207,3 +207,21 @@ def test_positions_are_counted_at_launch_whatever_the_rows_emit():
     emit(scheduler, plan, 1)
     assert scheduler.counters().active_tokens == (12,)
     assert scheduler.counters().totals.decode_tokens == Q_LEN
+
+
+@pytest.mark.parametrize("num_partitions", [1, 2])
+def test_nothing_is_guessed_of_more_rows_of_a_partition_than_can_be_verified(num_partitions: int):
+    most = 1
+    scheduler = a_scheduler(num_partitions, can_verify=lambda num_rows: num_rows <= most, q_len=Q_LEN)
+    for name in "abcd"[: 2 * num_partitions]:
+        scheduler.add(a_request(name, 10, 20), 0.0)
+    finish(scheduler, launch(scheduler))
+    plan = launch_decode(scheduler)
+    assert not plan.is_guessing
+    assert {row.q_len for row in plan.rows} == {1}
+    emit(scheduler, plan, 5)
+    most = 2
+    plan = launch_decode(scheduler)
+    assert plan.is_guessing
+    assert {row.q_len for row in plan.rows} == {Q_LEN}
+    emit(scheduler, plan, 6)

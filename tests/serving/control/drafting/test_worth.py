@@ -38,7 +38,7 @@ class Clock:
         self.run(NUM_TIMED, num_rows, with_ns, is_guessing=True)
 
     def is_on(self, *num_right: float) -> bool:
-        self.worth.weigh(num_right)
+        self.worth.weigh(num_right, can_verify=True)
         return self.worth.is_on
 
 
@@ -132,7 +132,7 @@ def test_what_cannot_be_measured_is_not_waited_for():
         assert clock.worth.loss is None
         clock.worth.note(PrefillPlan(number=0, chunks=()), 8, clock.now_ns)
         clock.run(1, 2, 100)
-        clock.worth.weigh([0.0, 0.0])
+        clock.worth.weigh([0.0, 0.0], can_verify=True)
     assert clock.worth.is_on
 
 
@@ -156,3 +156,12 @@ def test_what_was_not_worth_it_is_tried_again_and_costs_little():
         assert tried == NUM_TRIED
         assert without == pytest.approx(0.75 * NUM_TRIED / TRIED_SHARE, abs=1)
     assert rests(clock, 1.0 - 1e-6, 2)[1] == (LEAST_REST, NUM_TRIED)
+
+
+def test_nothing_guesses_where_nothing_can_be_verified():
+    clock = Clock()
+    clock.measured(1, 100, 50)
+    assert clock.is_on(2.0)
+    clock.worth.weigh([2.0], can_verify=False)
+    assert not clock.worth.is_on
+    assert clock.is_on(2.0)

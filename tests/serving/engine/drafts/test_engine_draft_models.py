@@ -118,8 +118,12 @@ def test_a_draft_model_guesses_what_it_would_over_the_whole_sequence(kind, folde
 @pytest.mark.parametrize("kind", [EAGLE, MTP])
 @pytest.mark.parametrize(
     "shard",
-    [ALONE, Shard(mesh=MeshShape(tensor=2), rules=DECODE), Shard(mesh=MeshShape(data=2), rules=DECODE)],
-    ids=["one device", "tensor 2", "data 2"],
+    [
+        pytest.param(ALONE, marks=pytest.mark.slow),
+        pytest.param(Shard(mesh=MeshShape(tensor=2), rules=DECODE), marks=pytest.mark.slow),
+        Shard(mesh=MeshShape(data=2, tensor=2), rules=DECODE),
+    ],
+    ids=["one device", "tensor 2", "data 2, tensor 2"],
 )
 def test_no_token_depends_on_a_draft_model(kind, shard, folders):
     asked = requests()
@@ -131,7 +135,7 @@ def test_no_token_depends_on_a_draft_model(kind, shard, folders):
             assert_drawn_from(reference(), each.prompt, run.of(each, choice), each.sampling, choice)
 
 
-@pytest.mark.parametrize("kind", [StepKind.PREFILL, StepKind.DECODE, StepKind.VERIFY])
+@pytest.mark.parametrize("kind", [StepKind.PREFILL, StepKind.DECODE])
 def test_a_small_step_is_made_once_its_guesses_are_there_and_both_are_asked_for(kind, folders):
     draft = _drafted(EAGLE, folders[EAGLE])[0]
     own = uncompiled_programs(draft=draft, q_len=1 + NUM_AHEAD, has_buckets=True).prepared
@@ -147,3 +151,24 @@ def test_a_small_step_is_made_once_its_guesses_are_there_and_both_are_asked_for(
             assert own.bucket_for(kind, 1) == largest
             own.take(wanted, lambda: None)
     assert own.bucket_for(kind, 1) == smallest
+
+
+@pytest.mark.parametrize("accepts_first", [False, True])
+def test_guesses_are_verified_once_all_is_there_that_it_takes_for_so_few_rows(accepts_first, folders):
+    draft = _drafted(EAGLE, folders[EAGLE])[0]
+    own = uncompiled_programs(draft=draft, q_len=1 + NUM_AHEAD, has_buckets=True).prepared
+    own.only_needed()
+    assert not {StepKind.VERIFY, StepKind.GUESS_VERIFY, StepKind.ACCEPT} & {wanted.key[0] for wanted in own.needed}
+    asked = list[ProgramKey]()
+    own.tell_missing(asked.append)
+    smallest, *_, largest = own.shapes.buckets[StepKind.VERIFY]
+    assert not any(own.can_verify(1) for _ in range(MIN_ASKED))
+    keys = [(StepKind.VERIFY, smallest), (StepKind.GUESS_VERIFY, smallest), (StepKind.ACCEPT, 0)]
+    assert asked == keys
+    for key in reversed(keys) if accepts_first else keys:
+        assert not own.can_verify(1)
+        (wanted,) = [wanted for wanted in own.others if wanted.key == key]
+        own.take(wanted, lambda: None)
+    assert own.can_verify(1)
+    assert own.bucket_for(StepKind.VERIFY, 1) == smallest
+    assert not own.can_verify(largest)
