@@ -14,11 +14,12 @@ BLOCK_SIZE = 16
 STOP = 99
 
 
-def a_scheduler(
-    num_partitions: int = 1,
-    num_blocks: int = 64,
-    can_verify: CanVerify = lambda num_rows: True,
-    **changes: float,
+def a_scheduler(num_partitions: int = 1, num_blocks: int = 64, **changes: float) -> Scheduler:
+    return one_that_verifies(lambda num_rows: True, num_partitions, num_blocks, **changes)
+
+
+def one_that_verifies(
+    can_verify: CanVerify, num_partitions: int = 1, num_blocks: int = 64, **changes: float
 ) -> Scheduler:
     config = SchedulerConfig(
         slots_per_partition=4,

@@ -18,6 +18,7 @@ from tests.serving.control.batching.stepping import (
     launch,
     launch_decode,
     names,
+    one_that_verifies,
 )
 from tests.serving.control.batching.test_scheduler_machine import drive
 
@@ -212,7 +213,7 @@ def test_positions_are_counted_at_launch_whatever_the_rows_emit():
 @pytest.mark.parametrize("num_partitions", [1, 2])
 def test_nothing_is_guessed_of_more_rows_of_a_partition_than_can_be_verified(num_partitions: int):
     most = 1
-    scheduler = a_scheduler(num_partitions, can_verify=lambda num_rows: num_rows <= most, q_len=Q_LEN)
+    scheduler = one_that_verifies(lambda num_rows: num_rows <= most, num_partitions, q_len=Q_LEN)
     for name in "abcd"[: 2 * num_partitions]:
         scheduler.add(a_request(name, 10, 20), 0.0)
     finish(scheduler, launch(scheduler))
