@@ -15,11 +15,14 @@ from tests.windowed.room import BLOCK_SIZE, GREEDY, NUM_SLOTS, assert_drawn_from
 
 pytestmark = pytest.mark.xdist_group("jax")
 LENGTHS = [1, 5, 15, 16, 17, 39, 40, 41, 64, 65, 150, 500]
-CHUNKS = [32, 64, 128]
+CHUNKS = [32, *(pytest.param(chunk_tokens, marks=pytest.mark.slow) for chunk_tokens in (64, 128))]
 SEEDED = Sampling(temperature=1.0, seed=2**63 + 12345)
 
 
-@pytest.mark.parametrize(("length", "chunk_tokens"), [*((length, 32) for length in LENGTHS), (500, 64), (500, 128)])
+@pytest.mark.parametrize(
+    ("length", "chunk_tokens"),
+    [*((length, 32) for length in LENGTHS), (500, 64), pytest.param(500, 128, marks=pytest.mark.slow)],
+)
 def test_greedy_tokens_are_the_reference_s_whatever_the_chunks(folder, reference, length, chunk_tokens):
     asked = request(a_prompt(length, seed=length), 100, sampling=GREEDY)
     run = serve(folder, [asked], chunk_tokens=chunk_tokens)
@@ -48,8 +51,10 @@ def test_preempted_requests_get_the_reference_s_tokens(folder, reference, chunk_
         assert_drawn_from(reference, asked.prompt, run.of(asked), sampling)
 
 
-@pytest.mark.parametrize("length", [30, 48, 133, 160])
-@pytest.mark.parametrize("num_choices", [2, NUM_SLOTS, NUM_SLOTS + 3])
+@pytest.mark.parametrize(
+    "length", [30, pytest.param(48, marks=pytest.mark.slow), 133, pytest.param(160, marks=pytest.mark.slow)]
+)
+@pytest.mark.parametrize("num_choices", [2, pytest.param(NUM_SLOTS, marks=pytest.mark.slow), NUM_SLOTS + 3])
 def test_choices_of_one_prompt_are_each_drawn_with_their_own_noise(folder, reference, length, num_choices):
     asked = request(a_prompt(length, seed=length), 50, sampling=SEEDED, n=num_choices)
     run = serve(folder, [asked])

@@ -25,7 +25,11 @@ from tests.windowed.room import BLOCK_SIZE, assert_drawn_from, config, loaded
 
 pytestmark = pytest.mark.xdist_group("jax")
 LENGTHS = [1, 15, 16, 39, 40, 41, 64, 65, 150, 500]
-CHUNKS = [(32, 128), (128, 32), (64, 64)]  # of the prefill worker and the decode worker
+CHUNKS = [
+    (32, 128),
+    pytest.param((128, 32), marks=pytest.mark.slow),
+    pytest.param((64, 64), marks=pytest.mark.slow),
+]  # of the prefill worker and the decode worker
 SEEDED = {"temperature": 1.0, "seed": 7}
 NUM_SLAB_CELLS = 8  # fewer than a long prompt has blocks
 

@@ -18,10 +18,10 @@ from moonshard.sharding.shape import MeshShape
 from moonshard.sharding.shard import Shard
 from tests.agreement import FIXTURES, assert_drawn_from, assert_same_tokens, reference
 from tests.engine_room import Run, an_engine, grammars, long_text, programs, request, serve, until_idle
-from tests.serving.engine.test_engine_meshes import FEW
+from tests.serving.engine.test_engine_meshes import ONE_OF_FEW
 from tests.sizes import BLOCK_SIZE, NUM_BLOCKS
 
-pytestmark = pytest.mark.xdist_group("jax")
+pytestmark = [pytest.mark.xdist_group("jax"), pytest.mark.unoptimised]
 GREEDY, SEEDED = Sampling(temperature=0.0), Sampling(temperature=1.0, seed=7)
 LETTERS = "start: /[a-z ]{1,200}/"
 SCHEMA = {
@@ -109,7 +109,7 @@ def test_preempted_sequences_go_on_in_their_grammar():
     assert tight.tokens == roomy.tokens
 
 
-@pytest.mark.parametrize(("mesh", "rules"), FEW, ids=lambda each: str(each).split("(")[0])
+@pytest.mark.parametrize(("mesh", "rules"), ONE_OF_FEW, ids=lambda each: str(each).split("(")[0])
 def test_over_a_mesh_each_row_of_each_partition_has_its_own_mask(mesh: MeshShape, rules: Rules):
     grammars_of = (LETTERS, "", JSON)
     requests = [

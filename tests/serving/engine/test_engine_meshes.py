@@ -29,6 +29,7 @@ FORMS = [
 ]
 FEW = (FORMS[2], FORMS[3], FORMS[5])  # in which every axis is cut; `test_mesh_pairs` runs the same programs
 ALL = [pytest.param(*form, marks=[] if form in FEW else pytest.mark.slow) for form in FORMS]
+ONE_OF_FEW = [pytest.param(*form, marks=[] if form == FORMS[3] else pytest.mark.slow) for form in FEW]
 NUM_REQUESTS = 10
 
 

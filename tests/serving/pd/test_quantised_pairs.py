@@ -28,7 +28,7 @@ PAIRS = [
     pytest.param(DEEPSEEK, Meshes(prefill=PIPE, decode=EXPERT), id="of DeepSeek: pipe 2 to expert 4", marks=SLOW),
     pytest.param(DEEPSEEK, Meshes(prefill=EXPERT, decode=PIPE), id="of DeepSeek: expert 4 to pipe 2", marks=SLOW),
     pytest.param("int4", Meshes(prefill=TENSOR, decode=EXPERT), id="int4: tensor 2 to expert 4"),
-    pytest.param("fp8", Meshes(prefill=PIPE, decode=TENSOR), id="fp8: pipe 2 to tensor 2"),
+    pytest.param("fp8", Meshes(prefill=PIPE, decode=TENSOR), id="fp8: pipe 2 to tensor 2", marks=SLOW),
     pytest.param("int4", Meshes(), id="int4: one device to one", marks=SLOW),
     pytest.param("fp8", Meshes(prefill=EXPERT, decode=PIPE), id="fp8: expert 4 to pipe 2", marks=SLOW),
     pytest.param("int8", Meshes(decode=TENSOR), id="int8: one device to tensor 2", marks=SLOW),
