@@ -14,6 +14,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+from llguidance import LLMatcher
 
 from moonshard.kv.pages import allocate_pages
 from moonshard.models import weights
@@ -122,6 +123,19 @@ def assert_drawn_from(
     least = margin[: len(prompt) + first].min()
     assert least < ROUTER_NEAR_TIE, f"token {first} falls short by {short[first]:.4f}, least router margin {least:.1e}"
     return True
+
+
+def allowed_by(matcher: LLMatcher, tokens: Sequence[int], vocab_size: int) -> np.ndarray:
+    """[tokens, vocab]: what a grammar lets through at each position, by a matcher that follows them one after another.
+
+    Asserts that it lets these through.
+    """
+    found = list[np.ndarray]()
+    for token in tokens:
+        words = np.frombuffer(matcher.compute_bitmask(), np.uint8)
+        found.append(np.unpackbits(words, bitorder="little")[:vocab_size] == 1)
+        assert matcher.consume_token(token), f"{token} after {tokens}"
+    return np.stack(found)
 
 
 def assert_same_tokens(

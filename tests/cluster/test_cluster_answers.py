@@ -12,6 +12,7 @@ from math import ceil
 from typing import Any
 
 import pytest
+from llguidance import LLMatcher
 
 from moonshard.experiments.evaluation import served
 from moonshard.experiments.evaluation.figures import ROWS, row_shares
@@ -31,8 +32,11 @@ from moonshard.experiments.training.texts.tools.tasks import (
     talk_tasks,
     tool_tasks,
 )
+from moonshard.serving.constrained.answer import Calls, answer_grammar
+from moonshard.serving.constrained.grammars import Grammars, load_grammars
 from moonshard.serving.control.sampling_parameters import Sampling
-from tests.agreement import Reference, assert_drawn_from
+from moonshard.serving.gateway.openai.tools import offer
+from tests.agreement import Reference, allowed_by, assert_drawn_from
 from tests.cluster.conftest import Cluster, running
 
 pytestmark = pytest.mark.xdist_group("cluster")
@@ -163,7 +167,8 @@ def are_both_drawn_but_for_a_router(
     here: Side, there: Side, task: Task, one: Sequence[Reply], other: Sequence[Reply]
 ) -> bool:
     """Where two runs of a task part, either side's tokens are the reference's own but for a near tie: of the two
-    likeliest tokens (False), or of a router (True)."""
+    likeliest tokens (False), or of a router (True). The cluster's calls keep to the functions that were declared.
+    """
     turn = next(number for number, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
     messages = list(task.messages)
     for reply, part in zip(one[:turn], task.rounds, strict=False):
@@ -171,9 +176,26 @@ def are_both_drawn_but_for_a_router(
         assert results is not None
         messages += [reply.message(), *tool_messages(reply, results)]
     prompt = prompt_tokens(pocket_text(), messages, task.tools)
-    tokens = [side.tokens[tuple(prompt)] for side in (here, there)]
-    excuses = [assert_drawn_from(pocket_reference(), prompt, each, GREEDY) for each in tokens]
+    own, served_tokens = (side.tokens[tuple(prompt)] for side in (here, there))
+    vocab_size = pocket_reference().config.vocab_size
+    allowed = allowed_by(_calls_matcher(task), served_tokens, vocab_size) if task.tools else None
+    excuses = [
+        assert_drawn_from(pocket_reference(), prompt, own, GREEDY),
+        assert_drawn_from(pocket_reference(), prompt, served_tokens, GREEDY, allowed=allowed),
+    ]
     return any(excuses)
+
+
+def _calls_matcher(task: Task) -> LLMatcher:
+    """Of answers that call what the task declares."""
+    offered, specials = offer(task.tools), pocket_text().tokenizer.special_tokens
+    calls = Calls(functions=offered.functions, arguments=offered.arguments)
+    return _grammars().matcher(answer_grammar(None, calls, None, specials))
+
+
+@cache
+def _grammars() -> Grammars:
+    return load_grammars(POCKET, pocket_reference().config.vocab_size)
 
 
 @cache

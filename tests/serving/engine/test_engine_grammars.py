@@ -16,7 +16,7 @@ from moonshard.serving.control.sampling_parameters import Sampling
 from moonshard.sharding.rules import Rules
 from moonshard.sharding.shape import MeshShape
 from moonshard.sharding.shard import Shard
-from tests.agreement import FIXTURES, assert_drawn_from, assert_same_tokens, reference
+from tests.agreement import FIXTURES, allowed_by, assert_drawn_from, assert_same_tokens, reference
 from tests.engine_room import Run, an_engine, grammars, long_text, programs, request, serve, until_idle
 from tests.serving.engine.test_engine_meshes import ONE_OF_FEW
 from tests.sizes import BLOCK_SIZE, NUM_BLOCKS
@@ -43,13 +43,8 @@ def constrained(grammar: str = LETTERS, max_tokens: int = 30, *, prompt: int = 2
 
 
 def allowed(grammar: str, tokens: list[int]) -> np.ndarray:
-    """What may be drawn at each position, by a matcher that follows these tokens one after the other."""
-    matcher, found = grammars().matcher(grammar), []
-    for token in tokens:
-        words = np.frombuffer(matcher.compute_bitmask(), np.uint8)
-        found.append(np.unpackbits(words, bitorder="little")[: reference().config.vocab_size] == 1)
-        assert matcher.consume_token(token), f"{token} after {tokens}"
-    return np.stack(found)
+    """What may be drawn at each position."""
+    return allowed_by(grammars().matcher(grammar), tokens, reference().config.vocab_size)
 
 
 def text_of(tokens: Sequence[int]) -> bytes:
