@@ -46,7 +46,7 @@ setup: .venv/.ready  ## make .venv with everything, leaving .venv/bin/moonshard
 demo: setup  ## serve the embedded model, ask three questions, show where the time went
 	@$(BIN)/moonshard demo
 
-serve: setup  ## the same server, left running
+serve: setup  ## serve the embedded model, left running
 	@$(BIN)/moonshard serve
 
 test: setup  ## every test that is not slow

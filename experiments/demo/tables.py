@@ -75,7 +75,7 @@ def time_table(accounts: Sequence[Account]) -> Table:
     _add_section(table, [handoff_rows(timing) for timing in timings])
     table.add_row("prompt tokens", *(f"{account.num_prompt_tokens:,}" for account in accounts))
     table.add_row("completion tokens", *(f"{account.num_completion_tokens:,}" for account in accounts))
-    table.add_row("tokens a decode step", *(f"{account.tokens_a_step:.1f}" for account in accounts))
+    table.add_row("tokens a decode step, 1 to 4", *(f"{account.tokens_a_step:.1f}" for account in accounts))
     return table
 
 

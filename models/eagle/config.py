@@ -151,7 +151,7 @@ def _check(config: EagleConfig, fields: ConfigReader, target: ModelSizes) -> Non
     """That it is a draft for this target."""
     if config.vocab_size != target.vocab_size:
         raise fields.fault(
-            f"vocab_size = {config.vocab_size}: a draft for another target, which has not {target.vocab_size}"
+            f"vocab_size = {config.vocab_size}: a draft for another target; this one's is {target.vocab_size}"
         )
     if config.target_hidden_size != target.hidden_size:
         what = f"target_hidden_size = {config.target_hidden_size}: a draft for another target"

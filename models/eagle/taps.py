@@ -29,7 +29,9 @@ def read_taps(fields: ConfigReader, num_layers: int, ids: TapIds) -> tuple[int, 
     if named is None:
         taps = default_taps(num_layers)
         if not _are_taps(taps, num_layers):
-            raise fields.fault(f"{FIELD} is missing, and a target of {num_layers} layers has no default: {list(taps)}")
+            raise fields.fault(
+                f"{FIELD} is missing, and a target of {num_layers} layers is too small for the default, {list(taps)}"
+            )
         return taps
     if not isinstance(named, list) or not named or not all(type(each) is int for each in named):
         raise holder.fault(f"{FIELD} is {named!r}, not a list of layers")

@@ -52,14 +52,16 @@ def kv_plane_note(config: Config) -> str | None:
 
 def _speculation_faults(config: Config) -> list[str]:
     speculation = config.speculation
-    methods, has_path = speculation.methods, speculation.path is not None
+    methods, path = speculation.methods, speculation.path
     faults = [f"speculation.method: {method} is named twice" for method, times in Counter(methods).items() if times > 1]
     if "eagle3" in methods and "mtp" in methods:
         faults.append("speculation.method: eagle3 and mtp are two draft models; name one")
-    if has_path and "eagle3" not in methods:
+    if path is not None and "eagle3" not in methods:
         faults.append("speculation.path: only eagle3 has a folder of its own; see speculation.method")
-    if "eagle3" in methods and not has_path and config.model.path != embedded_model_path():
+    if "eagle3" in methods and path is None and config.model.path != embedded_model_path():
         faults.append("speculation.path: eagle3 needs the folder of a draft for this model")
+    if path is not None and not path.is_dir():
+        faults.append(f"speculation.path: {path} is not a folder")
     meshes = {"decode": config.decode.mesh}
     if config.mode == "disaggregated":
         meshes["prefill"] = config.prefill.mesh

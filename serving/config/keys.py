@@ -210,7 +210,8 @@ class SpeculationConfig:
 
     method: Literal["none", GuessingMethod] | tuple[GuessingMethod, ...] = "none"  # or several
     path: Path | None = None  # the folder of an eagle3 draft; none: of the embedded model its own
-    num_tokens: GuessedTokens | None = None  # of a guess, at most; auto: 3, none where they cost more than they gain
+    # of a guess, at most; auto: 3, none where they cost more than they gain
+    num_tokens: Literal["auto"] | GuessedTokens = "auto"
 
     @property
     def methods(self) -> tuple[GuessingMethod, ...]:
@@ -227,7 +228,7 @@ class SpeculationConfig:
     @property
     def most_tokens(self) -> int:
         """Of a guess; 0: nothing guesses."""
-        return (self.num_tokens or MAX_GUESSED_TOKENS) if self.methods else 0
+        return (MAX_GUESSED_TOKENS if self.num_tokens == "auto" else self.num_tokens) if self.methods else 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

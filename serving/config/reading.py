@@ -181,10 +181,28 @@ def _explain(error: msgspec.ValidationError, hint: object, value: object) -> str
         return f"expected one of {', '.join(choices)}, got {value!r}" + did_you_mean(
             difflib.get_close_matches(str(value), choices, n=1)
         )
-    if isinstance(value, list) and (element := typing.get_args(hint)[:1]) and _is_literal(element[0]):
-        return f"expected a list of {' or '.join(map(str, typing.get_args(element[0])))}, got {value!r}"
+    if isinstance(value, list) and (choices := _choices_of_a_list(hint)):
+        return f"expected a list of {' or '.join(choices)}, got {value!r}"
+    if isinstance(value, str) and (choices := _choices(hint)):
+        others = " or a list of several" * bool(_choices_of_a_list(hint)) + " or a number" * _is_number_too(hint)
+        return f"expected {', '.join(choices)}{others}, got {value!r}"
     text = str(error).split(", got")[0]
     return f"{text[:1].lower()}{text[1:]}, got {value!r}"
+
+
+def _choices(hint: object) -> list[str]:
+    """The words that a key may have, beside a value of another kind."""
+    return [str(word) for kind in typing.get_args(hint) if _is_literal(kind) for word in typing.get_args(kind)]
+
+
+def _choices_of_a_list(hint: object) -> list[str]:
+    lists = (kind for kind in (hint, *typing.get_args(hint)) if typing.get_origin(kind) is tuple)
+    return [word for kind in lists for word in _choices(kind)]
+
+
+def _is_number_too(hint: object) -> bool:
+    bases = (getattr(kind, "__origin__", kind) for kind in typing.get_args(hint))  # without its bounds
+    return any(base in (int, float) for base in bases)
 
 
 def _is_literal(hint: object) -> bool:

@@ -23,7 +23,7 @@ def drafters_of(config: SpeculationConfig, masks: Masks, worth: Worth, fit: Draf
     has_forced, has_lookup = "grammar" in methods, "lookup" in methods
     num_ahead = 0 if config.draft_model is None else config.most_tokens
     typical = Typical()
-    measured = worth if config.num_tokens is None else None
+    measured = worth if config.num_tokens == "auto" else None
 
     def drafter(request: Request, choice: int) -> Guesses | None:
         is_forced = has_forced and bool(request.grammar)

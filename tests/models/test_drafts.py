@@ -319,7 +319,7 @@ def test_the_layer_s_other_name_and_borrowed_tables(tmp_path):
         ({"config": {"target_hidden_size": 256}}, "target_hidden_size = 256: a draft for another target"),
         ({"config": {"eagle_aux_hidden_state_layer_ids": [0, 1]}}, "'fc.weight' reads 384 values, not 2 layers of 128"),
         ({"config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 3]}}, "eagle_aux_hidden_state_layer_ids is"),
-        ({"config": {"eagle_aux_hidden_state_layer_ids": None}}, "a target of 4 layers has no default"),
+        ({"config": {"eagle_aux_hidden_state_layer_ids": None}}, "a target of 4 layers is too small for the default"),
         ({"config": {"architectures": ["LlamaForCausalLM"]}}, "architectures is .*no EAGLE-3 draft"),
         ({"config": {"num_key_value_heads": 3}}, "num_key_value_heads = 3 does not divide"),
         ({"config": {"rope_scaling": {"rope_type": "llama3"}}}, "rope_scaling.type is 'llama3'"),

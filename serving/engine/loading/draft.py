@@ -7,11 +7,11 @@ from jax.sharding import Mesh
 
 from moonshard.models import weights
 from moonshard.models.draft import Draft, lend
-from moonshard.models.folder.checkpoint import Checkpoint
+from moonshard.models.folder.checkpoint import Checkpoint, CheckpointError
 from moonshard.models.formats.stored import TensorSource
 from moonshard.models.model import Model
 from moonshard.models.registry import open_draft
-from moonshard.models.spec import KvGroup, page_layers
+from moonshard.models.spec import KvGroup, ModelError, page_layers
 from moonshard.serving.config.keys import Config, ConfigError, draft_path_of
 from moonshard.serving.engine.compiled.stage_model import StageDraft
 from moonshard.sharding.shard import Shard
@@ -54,16 +54,19 @@ def open_draft_of(
     """The draft that a configuration asks for; None where it asks for none.
 
     Raises:
-        CheckpointError, ModelError: it cannot be read, or is for another target. ConfigError: not with this target, or
-            not on such a mesh.
+        ConfigError: it cannot be read, is for another target, or not for such a mesh; by its key.
     """
     if config.speculation.draft_model is None:
         return None
     group, *others = model.kv_groups(dtype)
     if others or group.window is not None:
         raise ConfigError(["speculation.method: a draft model needs a model with one KV group and no window"])
-    tensors, draft = open_draft(draft_path_of(config), model, checkpoint)
-    weights.check_shapes(draft.declare(), tensors)
+    try:
+        tensors, draft = open_draft(draft_path_of(config), model, checkpoint)
+        weights.check_shapes(draft.declare(), tensors)
+    except (CheckpointError, ModelError) as error:
+        key = "speculation.method" if config.speculation.path is None else "speculation.path"
+        raise ConfigError([f"{key}: {error}"]) from error
     if shard.num_parts("kv_tokens") > 1 and not draft.cuts_tokens:
         what = "a draft with Llama's attention keeps no KV whose blocks are cut over devices"
         raise ConfigError([f"speculation.path: {what} (context parallelism)"])

@@ -30,7 +30,10 @@ _COUNTERS: dict[str, tuple[str, Callable[[WorkerLoad], int]]] = {
     ),
     "preemptions": ("Choices that lost their KV blocks to others and began again.", lambda load: load.num_preemptions),
     "prefill_steps": ("Steps launched to compute prompts.", lambda load: load.num_prefill_steps),
-    "decode_steps": ("Steps launched to draw one token per choice.", lambda load: load.num_decode_steps),
+    "decode_steps": (
+        "Steps launched to draw a token of each choice, or several where guesses are verified.",
+        lambda load: load.num_decode_steps,
+    ),
     "prefill_tokens": ("Tokens computed in prefill steps.", lambda load: load.prefill_tokens),
     "decode_tokens": ("Tokens computed in decode steps.", lambda load: load.decode_tokens),
     "wasted_tokens": ("Tokens computed for choices that had already ended.", lambda load: load.wasted_tokens),

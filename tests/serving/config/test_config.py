@@ -259,9 +259,20 @@ def test_a_model_folder_that_is_not_there_is_named(tmp_path: Path):
             ["speculation.method=eagle3", "decode.mesh={pipe=2}"],
             "speculation.method: eagle3 needs all layers in one stage, and decode.mesh.pipe is 2",
         ),
+        (["speculation.method=eagle3", "speculation.path=/no/drafts"], "speculation.path: /no/drafts is not a folder"),
+        (
+            ["speculation.method=ngram"],
+            "speculation.method: expected none, grammar, lookup, eagle3, mtp or a list of several, got 'ngram'",
+        ),
+        (
+            ['speculation.method=["none", "lookup"]'],
+            "speculation.method: expected a list of grammar or lookup or eagle3 or mtp, got ['none', 'lookup']",
+        ),
+        (["speculation.num_tokens=none"], "speculation.num_tokens: expected auto or a number, got 'none'"),
+        (["speculation.num_tokens=4"], "speculation.num_tokens: expected `int` <= 3, got 4"),
     ],
 )
-def test_guesses_that_do_not_fit_together_are_named(overrides: list[str], fault: str):
+def test_guesses_that_cannot_be_had_are_named(overrides: list[str], fault: str):
     assert fault in faults(None, *overrides)
 
 
