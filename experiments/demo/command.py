@@ -22,7 +22,12 @@ from moonshard.serving.config.reading import load_config
 from moonshard.serving.deploy.supervisor import ChildFailed, Supervisor
 from moonshard.serving.deploy.terminal import TerminalReporter
 
-SETTINGS = ("gateway.port=0", "gateway.grpc_port=0", 'speculation.method=["grammar", "eagle3", "lookup"]')
+SETTINGS = (
+    "gateway.port=0",
+    "gateway.grpc_port=0",
+    'speculation.method=["grammar", "eagle3", "lookup"]',
+    'worker.prepare="first"',  # else most of its few steps would take the largest programs, beside a compiler
+)
 
 
 def demo(document_tokens: int = 2000, max_tokens: int = 64, seed: int = 0, url: str | None = None) -> int:

@@ -55,7 +55,7 @@ from moonshard.sharding.shard import Shard
 
 logger = logging.getLogger(__name__)
 
-Prepares = Literal["all", "needed", "none"]
+Prepares = Literal["all", "first", "needed", "none"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -128,7 +128,8 @@ def load_model(
     machine: Machine | None = None,
     on_thread_ahead: Callable[[], None] = lambda: None,
 ) -> LoadedModel:
-    """Reads the weights and prepares programs: all, those without which nothing is served, or none.
+    """Reads the weights and prepares programs: all, those without which nothing is served, these and those
+    of a first short request, or none.
 
     Of what is left, steps take none until it has been prepared by `LoadedModel.preparation`; a launch of a program that
     is not there compiles it. `machine`: what is best computed at once; None: as `models.machines` has it.
@@ -178,7 +179,8 @@ def _load_model(
     preparation = Preparation(prepared, store, timings)
     if prepares != "all":
         prepared.only_needed()
-    wanted = {"all": (*prepared.needed, *prepared.others), "needed": prepared.needed, "none": ()}[prepares]
+    behind = {"all": prepared.others, "first": prepared.firsts, "needed": (), "none": ()}[prepares]
+    wanted = () if prepares == "none" else (*prepared.needed, *behind)
     with Reading(progress) as reading:
         stages = reading.begin(lambda told: _load_stages(checkpoint, prepared, dtype, holding, draft, told, timings))
         prepared_s = timings.now_s
