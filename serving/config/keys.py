@@ -129,7 +129,7 @@ class WorkerConfig:
     host: Text = "127.0.0.1"  # of a worker of any role
     port: Port = 50061  # of an aggregated one
     # which programs are there before a worker is ready: those without which nothing is served, while those of smaller
-    # steps are made behind as they are asked for; those of a first short request too; or all, so that no step that is
+    # steps are made behind as they are asked for; what a first short request needs too; or all, so that no step that is
     # measured takes a larger one's
     prepare: Literal["needed", "first", "all"] = "needed"
 

@@ -1,6 +1,6 @@
 """Grammars compiled on a thread of their own: who needs one that is not there yet waits, and nobody else.
 
-The model's tokenizer is read with the first one: a worker whose requests have none needs no tokenizer.
+The model's tokenizer is read with the first one, or ahead of it: a worker whose requests have none needs no tokenizer.
 """
 
 import asyncio
@@ -36,11 +36,19 @@ class Compiling:
             raise GrammarError(str(self._found))
         return self._found
 
+    def read_ahead(self) -> None:
+        """Begins to read the model's tokenizer. Where there is none, whoever compiles a grammar is told."""
+        self._executor.submit(self.grammars)
+
     async def compile(self, grammar: str) -> None:
         """Until it is there. Raises GrammarError."""
+        await asyncio.get_running_loop().run_in_executor(self._executor, self._compile, grammar)
+
+    @property
+    def _executor(self) -> ThreadPoolExecutor:
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, "grammars")
-        await asyncio.get_running_loop().run_in_executor(self._thread, self._compile, grammar)
+        return self._thread
 
     def _compile(self, grammar: str) -> None:
         self.grammars().prepare(grammar)

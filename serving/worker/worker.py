@@ -71,6 +71,7 @@ class Worker:
         self._recorded = recorded
         self._spans = spans
         self._pool = model.block_pool()
+        self._prepares_first = config.worker.prepare == "first"
         self._compiling = Compiling(functools.partial(load_grammars, config.model.path, model.vocab_size))
         num_partitions = model.shapes.num_partitions
         num_draws = num_partitions * model.shapes.slots_per_partition
@@ -130,6 +131,8 @@ class Worker:
             logger.warning("a program could not be prepared, and larger ones take its steps: %s", error)
 
         self._model.preparation.start_behind(self._compilations.exempt_this_thread, failed)
+        if self._prepares_first:
+            self._compiling.read_ahead()
 
     async def wait_idle(self) -> None:
         """Until no request and no handoff is left."""

@@ -211,3 +211,19 @@ async def test_a_folder_without_a_tokenizer_is_read_once_and_refuses_each_gramma
     assert compiling.has('start: "a"'), "there is nothing to wait for"
     assert num_read == 1
     compiling.close()
+
+
+async def test_a_tokenizer_that_was_read_ahead_is_not_read_again():
+    num_read = 0
+
+    def load():
+        nonlocal num_read
+        num_read += 1
+        return load_grammars(FOLDER, VOCAB)
+
+    compiling = Compiling(load)
+    compiling.read_ahead()
+    await compiling.compile('start: "a"')
+    assert compiling.has('start: "a"')
+    assert num_read == 1
+    compiling.close()
