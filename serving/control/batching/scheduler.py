@@ -32,7 +32,6 @@ keep the true lengths on the device and let the host count too many until it hea
 """
 
 import itertools
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -86,7 +85,7 @@ class Scheduler:
         """`drafters` makes the drafter of a choice, or None where nothing guesses its tokens. For `q_len` of 1 none."""
         self.config = config
         self._drafters = drafters if config.q_len > 1 else None
-        self._weigh = weigh if config.q_len > 1 else None
+        self._weigh = weigh
         self._can_verify = can_verify
         self._pool = pool
         self._accepted: dict[bytes, Accepted] = {}
@@ -218,31 +217,34 @@ class Scheduler:
 
     def _decide(self) -> None:
         """Prefill and decode take turns while both have work."""
-        self._weigh_guesses()
         for partition in self._partitions:
             partition.admission.admit_landed()
+        can_guess = self._weigh_guesses()
         ready = [occupancy for partition in self._partitions for occupancy in partition.ready_to_decode()]
         is_decode_turn = bool(ready) and self._is_decode_next
         if is_decode_turn or not self._launch_prefill():
-            self._launch_decode(ready)
+            self._launch_decode(ready, can_guess=can_guess)
 
-    def _weigh_guesses(self) -> None:
-        if self._weigh is None:
-            return
-        decoding = [[each.num_right for each in partition.slots if each.is_decoding] for partition in self._partitions]
-        if num_rows := max(map(len, decoding)):
-            self._weigh(list(itertools.chain.from_iterable(decoding)), self._can_verify(num_rows))
+    def _weigh_guesses(self) -> bool:
+        """Whether as many rows as may be ready can be verified; with that, has it weighed whether they guess."""
+        if not self._has_drafters:
+            return False
+        decoding = [[each for each in partition.slots if each.phase is Phase.DECODE] for partition in self._partitions]
+        num_rows = max(map(len, decoding))
+        can_verify = num_rows > 0 and self._can_verify(num_rows)
+        if num_rows and self._weigh is not None:
+            self._weigh([each.num_right for rows in decoding for each in rows], can_verify)
+        return can_verify
 
     @property
     def _has_drafters(self) -> bool:
         return self._drafters is not None
 
-    def _launch_decode(self, ready: list[Occupancy]) -> None:
+    def _launch_decode(self, ready: list[Occupancy], *, can_guess: bool) -> None:
         ready = self._next_microbatch(ready)
         if not ready:
             return
         draws, rows, num_ahead, is_guessing = list[Draw](), list[DecodeRow](), 0, False
-        can_guess = self._has_drafters and self._can_verify(_most_of_a_partition(ready))
         for occupancy in ready:
             draft = self._partition_of(occupancy).draft(occupancy) if can_guess else ()
             most = 1 + len(draft)
@@ -410,7 +412,3 @@ class Scheduler:
             queued_tokens=tuple([partition.queued_tokens for partition in self._partitions]),
             active_tokens=tuple(map(active_tokens, running)),
         )
-
-
-def _most_of_a_partition(occupancies: list[Occupancy]) -> int:
-    return max(Counter(each.slot.partition for each in occupancies).values())

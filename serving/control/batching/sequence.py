@@ -176,10 +176,6 @@ class Occupancy:
         return drafter is not None and drafter.is_eager
 
     @property
-    def is_decoding(self) -> bool:
-        return self.phase is Phase.DECODE
-
-    @property
     def num_right(self) -> float:
         """Right guesses that its next row may expect."""
         drafter = self.sequence.drafter

@@ -42,7 +42,6 @@ class Drafter(Protocol):
 
 
 type Drafters = Callable[[Request, int], Drafter | None]
-type Weigh = Callable[
-    [Sequence[float], bool], None
-]  # the right guesses that each row may expect; if any can be verified
-type CanVerify = Callable[[int], bool]  # rows of a partition
+# of a batch: the right guesses that each row may expect, and whether so many rows can be verified
+type Weigh = Callable[[Sequence[float], bool], None]
+type CanVerify = Callable[[int], bool]  # of so many rows of a partition

@@ -7,7 +7,7 @@ for `worth` to say, from what each may expect to be right about.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from moonshard.serving.control.drafting.fit import DraftFit
 from moonshard.serving.control.drafting.lookup import Lookup
@@ -20,39 +20,54 @@ WATCHED = 4  # tokens after which lookup is judged, where it is not tried
 
 
 @dataclass(slots=True)
-class Typical:
-    """Right guesses of a step in the mean, of all sequences of a worker: what a new one may expect."""
+class Mean:
+    """Right guesses of a step, of one source."""
 
-    of_grammar: float = 1.0
-    of_model: float = 1.5
-    of_lookup: float = 1.0
+    right: float
+
+    def take(self, num_right: float, weight: float) -> None:
+        self.right += weight * (num_right - self.right)
+
+
+@dataclass(frozen=True, slots=True)
+class Typical:
+    """Of all sequences of a worker: what a new one may expect of each source."""
+
+    grammar: Mean = field(default_factory=lambda: Mean(1.0))
+    model: Mean = field(default_factory=lambda: Mean(1.5))
+    lookup: Mean = field(default_factory=lambda: Mean(1.0))
 
 
 class _Source:
     """One that guesses, and how many of its guesses are right in the mean, whether they were tried or not."""
 
-    def __init__(self, mean_right: float):
-        self.mean_right = mean_right
+    def __init__(self, typical: Mean, *, is_there: bool):
+        self._typical = typical
+        self._mean = Mean(typical.right if is_there else 0.0)
         self._said: tuple[int, ...] | None = None
         self._behind = 0  # generated tokens
+
+    @property
+    def mean_right(self) -> float:
+        return self._mean.right
 
     def say(self, num_generated: int, said: tuple[int, ...]) -> None:
         self._behind, self._said = num_generated, said
 
-    def judge(self, generated: Sequence[int], typical: float) -> float:
-        """Compares what it said last with what came, and returns what is typical now. What is right as far as anybody
-        knows speaks not against it, and who was asked and said nothing was right about nothing.
+    def judge(self, generated: Sequence[int]) -> None:
+        """Compares what it said last with what came. What is right as far as anybody knows speaks not against it, and
+        who was asked and said nothing was right about nothing.
         """
         said, self._said = self._said, None
         if said is None or len(generated) == self._behind:
-            return typical
+            return
         came = tuple(generated[self._behind : self._behind + len(said)])
         pairs = enumerate(zip(said, came, strict=False))
         num_right = next((place for place, (guess, token) in pairs if guess != token), len(came))
         if len(came) == num_right < len(said):
             num_right = max(num_right, self.mean_right)
-        self.mean_right += WEIGHT * (num_right - self.mean_right)
-        return typical + WEIGHT_OF_ALL * (num_right - typical)
+        self._mean.take(num_right, WEIGHT)
+        self._typical.take(num_right, WEIGHT_OF_ALL)
 
 
 class Guesses:
@@ -78,10 +93,10 @@ class Guesses:
         self._model_guessed_at: int | None = None  # behind so many generated tokens
         self._worth = worth
         self._fit = fit
-        self._typical = typical = typical or Typical()
-        self._by_grammar = _Source(typical.of_grammar if forced is not None else 0.0)
-        self._by_model = _Source(typical.of_model if num_ahead else 0.0)
-        self._by_lookup = _Source(typical.of_lookup if lookup is not None else 0.0)
+        typical = typical or Typical()
+        self._by_grammar = _Source(typical.grammar, is_there=forced is not None)
+        self._by_model = _Source(typical.model, is_there=num_ahead > 0)
+        self._by_lookup = _Source(typical.lookup, is_there=lookup is not None)
         self._is_by_model = False  # what was proposed last
         self._watched_at = 0  # generated tokens
 
@@ -94,7 +109,11 @@ class Guesses:
 
     @property
     def num_right(self) -> float:
-        return max(self._by_grammar.mean_right, self._by_model.mean_right, self._by_lookup.mean_right)
+        return max(source.mean_right for source in self._sources)
+
+    @property
+    def _sources(self) -> tuple[_Source, ...]:
+        return self._by_grammar, self._by_model, self._by_lookup
 
     @property
     def num_ahead(self) -> int:
@@ -124,10 +143,8 @@ class Guesses:
         self._by_lookup.say(len(generated), self._lookup.propose(generated, (), most))
 
     def _judge(self, generated: Sequence[int]) -> None:
-        typical = self._typical
-        typical.of_grammar = self._by_grammar.judge(generated, typical.of_grammar)
-        typical.of_model = self._by_model.judge(generated, typical.of_model)
-        typical.of_lookup = self._by_lookup.judge(generated, typical.of_lookup)
+        for source in self._sources:
+            source.judge(generated)
 
     def _modelled(self, generated: Sequence[int], forced: tuple[int, ...], most: int) -> tuple[int, ...]:
         """What the draft model said, if that goes on from what is forced."""

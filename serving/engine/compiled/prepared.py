@@ -124,7 +124,9 @@ class PreparedPrograms:
         return ((kind, bucket), *guesses, *accepts)
 
     def can_verify(self, num_rows: int) -> bool:
-        """Whether guesses of so many rows of a partition can be verified. If not, it is told as in `bucket_for`."""
+        """Whether guesses of so many rows of a partition can be verified. If not, it is told as in `bucket_for`: to be
+        asked once a step.
+        """
         ready, sizes = self._ready[StepKind.VERIFY], self._sizes[StepKind.VERIFY]
         if ready and ready[-1] >= num_rows:
             return True

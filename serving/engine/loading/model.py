@@ -186,7 +186,7 @@ def _load_model(
         prepared_s = timings.now_s
         with timings.phase("programs", str(len(wanted))):
             preparation.prepare(wanted, reading.count_programs, prepared.firsts if prepares == "needed" else ())
-        if prepares == "needed":
+        if prepares in ("needed", "first"):
             preparation.start_ahead(on_thread_ahead, stages.done)
         compile_s = timings.now_s - prepared_s
         programs = Programs(prepared, stages.result())

@@ -40,7 +40,7 @@ DECODES: dict[str, tuple[MeshShape, DecodeRules]] = {
     "pipe 4": (MeshShape(pipe=4), DECODE),
     "data 2 tensor 2 pipe 2": (MeshShape(data=2, tensor=2, pipe=2), DECODE),
 }
-FEW = [  # every axis on either side, against itself and against others
+FEW = [  # every axis on either side
     ("alone", "data 2 tensor 2 by tokens"),
     ("data 2 expert 2", "data 2 expert 2 tensor 2"),
     ("data 2 expert 2", "data 2 tensor 2 pipe 2"),

@@ -35,7 +35,8 @@ class Bench:
 
     def __init__(self, config: SchedulerConfig, pool: BlockPool):
         self.config, self.pool = config, pool
-        self.scheduler = Scheduler(config, pool, lambda request, choice: Guesser())
+        self.scheduler = Scheduler(config, pool, lambda request, choice: Guesser(), can_verify=self.can_verify)
+        self.num_verifiable = 0  # rows of a partition that were last asked about
         self.device = FakeDevice(pool, self.num_emitted)
         self.emissions = random.Random(0)
         self.num_emissions: Counter[int] = Counter()  # rows of several positions, by the tokens they emitted
@@ -151,6 +152,10 @@ class Bench:
         self.in_flight.append((plan, self.device.run(plan)))
         return True
 
+    def can_verify(self, num_rows: int) -> bool:
+        self.num_verifiable = num_rows
+        return True
+
     def num_emitted(self, row: DecodeRow) -> int:
         """A random number that the row allows: exactly one where it does not guess."""
         num_emitted = self.emissions.randint(1, row.q_len)
@@ -184,6 +189,7 @@ class Bench:
             in_flight = [row for plan, _ in self.in_flight if isinstance(plan, DecodePlan) for row in plan.rows]
             assert microbatch not in {row.slot.index % self.config.num_microbatches for row in in_flight}
             assert not {row.sequence for row in plan.rows} & {row.sequence for row in in_flight}
+            assert max(Counter(row.slot.partition for row in plan.rows).values()) <= self.num_verifiable
 
     def complete(self) -> None:
         plan, results = self.in_flight.popleft()
