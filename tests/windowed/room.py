@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from moonshard.kv.blocks import BlockPool
-from moonshard.serving.config.keys import Config, DecodeConfig, KvConfig, ModelConfig, PrefillConfig, WorkerRole
+from moonshard.serving.config.keys import Config, DecodeConfig, GatewayConfig, KvConfig, ModelConfig, PrefillConfig, WorkerRole
 from moonshard.serving.control.batching.scheduler import Scheduler
 from moonshard.serving.control.plan import PrefillPlan
 from moonshard.serving.control.request import Request
@@ -35,6 +35,7 @@ def config(folder: Path, chunk_tokens: int, **kv: object) -> Config:
         model=ModelConfig(path=folder, name="windowed", dtype="float32", max_context_tokens=MAX_CONTEXT_TOKENS),
         prefill=PrefillConfig(chunk_tokens=chunk_tokens, max_slots=NUM_SLOTS),
         decode=DecodeConfig(max_slots=NUM_SLOTS),
+        gateway=GatewayConfig(queue_timeout_s=1000.0),  # what compiles may take its time
         kv=KvConfig(**{"block_size": BLOCK_SIZE, "num_blocks": NUM_BLOCKS, **kv}),
     )
 

@@ -61,11 +61,13 @@ def num_mismatches(fleet: Fleet) -> int:
 
 def kill_while_bytes_are_on_their_way(fleet: Fleet, listeners: Listeners) -> int:
     """Returns how many bytes wait in the reader's kernel once the writer is gone; 0 if all were answered before there
-    were any, and then nobody is killed.
+    were any, and then nobody is killed. Between two looks the reader runs, or it would seem to be gone.
     """
     reader, writer = fleet["decode 0"], fleet["prefill 0"]
     num_late_bytes = 0
     while not num_late_bytes and not listeners.are_done:
+        num_before = published_bytes(fleet)
+        wait_until(lambda: listeners.are_done or published_bytes(fleet) > num_before, 1)  # noqa: B023  # called at once
         with reader.stopped():
             if wait_until(lambda: unread_bytes(reader) > BLOCK_BYTES, 1):
                 writer.kill()

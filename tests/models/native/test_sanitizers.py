@@ -19,6 +19,7 @@ ROOT = Path(__file__).parents[3]
 GXX = shutil.which("g++")
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.timeout(1500),
     pytest.mark.skipif(
         library.chosen() is None or GXX is None, reason="no kernels here, or no g++ with its sanitizers"
     ),

@@ -18,7 +18,7 @@ from tests.serving.control.batching.stepping import WithoutModel
 from tests.serving.engine.test_engine_grammars import END_IDS, JSON, LETTERS, assert_keeps_to, constrained
 from tests.serving.engine.test_engine_meshes import ONE_OF_FEW
 
-pytestmark = [pytest.mark.xdist_group("jax"), pytest.mark.unoptimised]
+pytestmark = [pytest.mark.xdist_group("jax"), pytest.mark.unoptimised, pytest.mark.timeout(900)]
 Q_LEN = 4
 
 
