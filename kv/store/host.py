@@ -68,6 +68,12 @@ class HostTier:
             parents = (None, *names)
             return [self._put(*each) for each in zip(names, parents, blocks, strict=False)]
 
+    def held(self) -> list[BlockName]:
+        return []
+
+    def upkeep(self) -> None:
+        """There is nothing to do."""
+
     def close(self) -> None:
         """It keeps nothing any more."""
         with self._lock:
@@ -105,8 +111,8 @@ class HostTier:
         lost = self._policy.evict()
         if lost is None:
             return None
-        if lost == parent and before is not None:
-            self._policy.insert(parent, before.parent)
+        if before is not None and lost == parent:
+            self._policy.insert(lost, before.parent)
             return None
         self._counts["evicted"] += 1
         return self._used.pop(lost)

@@ -108,6 +108,15 @@ class TierStack:
                 tier.keep(fetched.names[start:end], fetched.blocks[start:end])
             start = end
 
+    def held(self) -> dict[str, list[BlockName]]:
+        """What each tier has from the beginning."""
+        return {tier.name: tier.held() for tier in self._tiers}
+
+    def upkeep(self) -> None:
+        """What has to be done now and then."""
+        for tier in self._tiers:
+            tier.upkeep()
+
     def close(self) -> None:
         for tier in self._tiers:
             tier.close()

@@ -67,6 +67,14 @@ class Tier(Protocol):
         """Keeps the rows of `blocks` [len(names), block_bytes], of one chain; True also where it has one already."""
         ...
 
+    def held(self) -> list[BlockName]:
+        """What is here that this process did not put here. Asked once, at the start; empty where that is not known."""
+        ...
+
+    def upkeep(self) -> None:
+        """What has to be done now and then, and nobody waits for."""
+        ...
+
     def close(self) -> None:
         """What was kept before stays, where the tier outlives its process. May be called again."""
         ...

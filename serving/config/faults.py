@@ -79,10 +79,8 @@ def _store_faults(kv: KvConfig) -> list[str]:
     if not store.enabled:
         return []
     faults = [] if kv.prefix_cache else ["kv.store.enabled: without kv.prefix_cache nothing is found again"]
-    if not (store.host_bytes or store.dram_bytes or store.ssd_path):
-        faults.append("kv.store.enabled: there is no tier; set kv.store.host_bytes, dram_bytes or ssd_path")
-    if store.master != "auto" and not _is_address(store.master):
-        faults.append(f"kv.store.master: expected auto or host:port, got {store.master!r}")
+    if not (store.host_bytes or store.ssd_path):
+        faults.append("kv.store.enabled: there is no tier; set kv.store.host_bytes or kv.store.ssd_path")
     return faults
 
 

@@ -168,12 +168,10 @@ class DecodeConfig:
 class StoreConfig:
     """Where blocks of the prefix cache are kept beyond the device's pages. Sizes are of each worker."""
 
-    enabled: bool = False  # complete blocks are written to all tiers below, and found there again
+    enabled: bool = False  # complete blocks are written to all tiers that follow, and found there again
     host_bytes: LargeOrNone = 2 * 1024**3  # in the worker's own memory; 0: none
-    dram_bytes: LargeOrNone = 0  # in Mooncake Store, which all workers share and which outlives them; 0: none
-    ssd_path: Path | None = None  # a folder for files that outlive the machine's restart; none: none
-    ssd_bytes: Large = 64 * 1024**3  # of a worker's files there
-    master: Text = "auto"  # Mooncake Store's master, as host:port; auto: `serve` starts one
+    ssd_path: Path | None = None  # a folder for files that outlive worker and machine; none: there are none
+    ssd_bytes: Large = 16 * 1024**3  # of each worker's files there
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

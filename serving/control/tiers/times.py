@@ -8,7 +8,11 @@ class FittedTime:
     """seconds = fixed + per_unit * amount, neither of them negative: least squares with forgetting."""
 
     def __init__(self) -> None:
-        self._weight = self._x = self._y = self._xx = self._xy = 0.0
+        self._weight: float = 0.0
+        self._x: float = 0.0  # weighted sums, of amounts x that took y seconds
+        self._y: float = 0.0
+        self._xx: float = 0.0
+        self._xy: float = 0.0
 
     def __repr__(self) -> str:
         fixed_s, per_unit_s = self._line()
@@ -22,11 +26,11 @@ class FittedTime:
         """So much of it took so long. Of nothing, nothing is learnt."""
         if amount <= 0:
             return
-        sums = (self._weight, self._x, self._y, self._xx, self._xy)
-        seen = (1.0, amount, seconds, amount * amount, amount * seconds)
-        self._weight, self._x, self._y, self._xx, self._xy = (
-            FORGETTING * old + new for old, new in zip(sums, seen, strict=True)
-        )
+        self._weight = FORGETTING * self._weight + 1
+        self._x = FORGETTING * self._x + amount
+        self._y = FORGETTING * self._y + seconds
+        self._xx = FORGETTING * self._xx + amount * amount
+        self._xy = FORGETTING * self._xy + amount * seconds
 
     def seconds(self, amount: float) -> float | None:
         """How long so much would take; None: nothing was seen yet."""

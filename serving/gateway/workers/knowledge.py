@@ -40,7 +40,7 @@ class _Heard:
     """What one session has told."""
 
     homes: tuple[Home, ...]
-    below: tuple[Home, ...]  # under which the index knows what is in tiers, as `Below` counts them
+    below: tuple[Home, Home]  # under which the index knows what is in tiers, as `Below` counts them
     prefixes: PrefixSubscriber
     unseen: deque[tuple[int, Reservation]] = field(default_factory=deque)  # and the number of its message
     is_asked: bool = True  # for a snapshot, which is on its way
@@ -128,15 +128,17 @@ class Knowledge:
         for home, queued, active, coming in zip(heard.homes, queued_tokens, held, reserved, strict=False):
             self._router.report(home, queued + active + coming)
         if load.HasField("kv_store"):
+            own, shared = heard.below
             shares = load.kv_store.own_fetch_share, load.kv_store.shared_fetch_share
-            self._router.fetches(heard.homes, *heard.below, *shares)
+            self._router.fetches(heard.homes, own, shared, *shares)
         said = MemberLoad(is_draining=load.draining, queued_tokens=queued_tokens, num_running=load.num_running)
         return self.dispatcher.fleet.report(session.address, said)
 
 
-def _below(member: Member) -> tuple[Home, ...]:
+def _below(member: Member) -> tuple[Home, Home]:
     """The homes that stand for a worker's tiers: numbered on from its partitions, as the worker tells of them."""
-    return tuple(Home(member.address, member.num_partitions + below) for below in Below)
+    own, shared = (Home(member.address, member.num_partitions + below) for below in Below)
+    return own, shared
 
 
 def _take_events(prefixes: PrefixSubscriber, epoch: int, events: link_pb2.PrefixEvents) -> bool:

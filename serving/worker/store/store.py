@@ -1,5 +1,6 @@
 """A worker's tiers, as the worker sees them: what begins later for their sake, what is written down, what they cost."""
 
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 
@@ -27,6 +28,7 @@ from moonshard.sharding.layout import BlockShape
 
 MAX_QUEUED_BLOCKS = 4096  # names that wait to be written; blocks are lost sooner than that, where none is written
 MAX_CAME = 4096
+UPKEEP_S = 30.0
 
 
 class WorkerStore:
@@ -72,6 +74,9 @@ class WorkerStore:
             on_found=self._on_found,
             on_fetched=self._on_fetched,
         )
+
+        self._kept_up_s = time.monotonic()
+        self._on_kept(stack.held())
 
     # ---- requests
 
@@ -124,6 +129,9 @@ class WorkerStore:
 
     def tick(self) -> None:
         self._writing.tick()
+        if time.monotonic() - self._kept_up_s > UPKEEP_S:
+            self._kept_up_s = time.monotonic()
+            self._threads.write_behind(self._stack.upkeep)
         self.message = store_message(
             self._stack.counters, self._queue, num_late=self._fetching.num_late, shares=self._shares()
         )

@@ -57,7 +57,7 @@ class TierThreads:
         self._asking.shutdown(wait=False, cancel_futures=True)
         self._writing.shutdown(wait=False, cancel_futures=True)
 
-    def _came(self, future: "asyncio.Future[object]") -> None:
+    def _came[T](self, future: "asyncio.Future[T]") -> None:
         self._num_pending -= 1
         self._came_s = self._clock()
         if not future.cancelled():

@@ -1,5 +1,8 @@
 """A block in a slower tier counts at what fetching it costs: neither as known nor as unknown."""
 
+from collections.abc import Mapping
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -30,7 +33,7 @@ def knows(router: Router, where: Home, num_names: int) -> None:
         router.index.add(router.home_number(where), name)
 
 
-def a_router(has: dict[str, tuple[int, int, int, float, float] | int]) -> Router:
+def a_router(has: Mapping[str, tuple[int, int, int, float, float] | int]) -> Router:
     """Per worker: blocks at hand, in its own tiers and in the shared one, and what fetching from these costs; or only
     those at hand, of a worker without tiers.
     """
@@ -55,7 +58,7 @@ def left_at(router: Router, worker: str) -> int:
 
 @given(st.tuples(*[st.tuples(num_blocks, num_blocks, num_blocks, shares, shares)] * len(WORKERS)))
 def test_what_is_left_is_what_computing_and_fetching_take_together(has: tuple):
-    by_worker = dict(zip(WORKERS, has, strict=True))
+    by_worker: dict[str, Any] = dict(zip(WORKERS, has, strict=True))
     router = a_router(by_worker)
     in_shared = max(each[2] for each in has)
     for worker, (at_hand, own, _, own_share, shared_share) in by_worker.items():

@@ -47,7 +47,7 @@ def merged(asked: Sequence[Run]) -> list[Run]:
     costs=st.tuples(*[st.tuples(st.floats(0, 0.1), st.floats(1e-6, 0.1))] * len(TIERS)),
 )
 def test_no_other_number_of_blocks_is_faster(asked: list[Run], token_s: float, costs: tuple):
-    block_s = dict(zip(TIERS, costs, strict=True))
+    block_s: dict[str, tuple[float, float]] = dict(zip(TIERS, costs, strict=True))
     times = known(token_s=token_s, block_s=block_s)
     plan = times.plan(asked, 0, 0.0)
     total = sum(run.num_blocks for run in asked)
@@ -69,7 +69,7 @@ def test_no_other_number_of_blocks_is_faster(asked: list[Run], token_s: float, c
 
 @given(asked=runs, num_ahead=st.integers(0, 1000))
 def test_nobody_waits_longer_than_computing_would_take(asked: list[Run], num_ahead: int):
-    times = known(token_s=1e-3, block_s=dict.fromkeys(TIERS, (1e-4, 1e-4)))
+    times = known(token_s=1e-3, block_s=dict.fromkeys(TIERS, (0.0001, 0.0001)))
     plan = times.plan(asked, num_ahead, 0.0)
     num_tokens = plan.num_blocks * BLOCK_SIZE + num_ahead
     assert plan.wait_s <= num_tokens * 1e-3 * 1.001

@@ -49,6 +49,12 @@ class KeptTier:
             self.kept.setdefault(name, block.tobytes())
         return [True] * len(names)
 
+    def held(self) -> list[BlockName]:
+        return list(self.kept)
+
+    def upkeep(self) -> None:
+        """There is nothing to do."""
+
     def close(self) -> None:
         """It is kept."""
 
