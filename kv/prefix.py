@@ -8,9 +8,10 @@ scheduler says when a block is complete; which worker has which names is known i
 Source: vLLM (automatic prefix caching), for chained hashes of full blocks.
 """
 
+import enum
 import hashlib
 import itertools
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -21,6 +22,7 @@ from moonshard.kv.blocks import BlockPool
 BlockName = bytes
 NAME_BYTES = 16
 MAX_EVENTS = 65_536  # kept for a reader that lags; whoever lags more asks for a snapshot
+MAX_BELOW = 1 << 20  # names in tiers below that are remembered, of each kind: those that were seen last
 
 
 def root_name(*parts: bytes) -> BlockName:
@@ -57,14 +59,24 @@ def _hash(parts: Iterable[bytes]) -> BlockName:
     return digest.digest()[:NAME_BYTES]
 
 
+class Below(enum.IntEnum):
+    """Where blocks are below the device's pages, as spaces of names that are counted on from the partitions."""
+
+    OWN = 0  # in tiers that only this worker reads
+    SHARED = 1  # in one that every worker reads
+
+
 @dataclass(frozen=True, slots=True)
 class PrefixEvent:
-    """A partition gained or lost a name. Numbers count a worker's events from 0."""
+    """A space gained or lost a name: a partition, or of a worker with slower tiers one of `Below`. Numbers count a
+    worker's events from 0.
+    """
 
     number: int
     partition: int
     name: BlockName
     is_known: bool
+    parent: BlockName | None = None  # the block before a gained one, where that has a name
 
 
 class PrefixCache:
@@ -79,6 +91,7 @@ class PrefixCache:
 
     def __init__(self, pool: BlockPool, *, is_on: bool = True, has_next_token_kv: bool = False):
         self._pool = pool
+        self._below = tuple(OrderedDict[BlockName, None]() for _ in Below)
         self.has_next_token_kv = has_next_token_kv
         self.is_on = is_on and pool.groups.is_plain
         self._blocks: tuple[dict[BlockName, int], ...] = tuple({} for _ in range(pool.num_partitions))
@@ -110,8 +123,9 @@ class PrefixCache:
         known = self._blocks[partition]
         self._pool.renew(partition, [known[name] for name in reversed(names) if name in known])
 
-    def note(self, partition: int, block: int, name: BlockName) -> None:
-        """Names a used block that is complete, and that is never written again while it is held.
+    def note(self, partition: int, block: int, name: BlockName, parent: BlockName | None = None) -> None:
+        """Names a used block that is complete, and that is never written again while it is held. `parent`: the block
+        before it.
 
         A second block of the same name stays without one: it is free as soon as it is released.
         """
@@ -121,9 +135,31 @@ class PrefixCache:
         self._pool.keep(partition, block)
         self._blocks[partition][name] = block
         self._names[partition][block] = name
-        self._tell(partition, name, is_known=True)
+        self._tell(partition, name, is_known=True, parent=parent)
+
+    def note_below(self, below: Below, names: Iterable[BlockName], *, is_known: bool = True) -> None:
+        """Blocks were seen in a tier below, or were not there any more. Only for others to know: nothing here finds
+        them.
+        """
+        known, space = self._below[below], self._pool.num_partitions + below
+        for name in names:
+            if is_known and name not in known:
+                self._tell(space, name, is_known=True)
+            if is_known:
+                known[name] = None
+                known.move_to_end(name)
+            elif name in known:
+                del known[name]
+                self._tell(space, name, is_known=False)
+        while len(known) > MAX_BELOW:
+            self._tell(space, known.popitem(last=False)[0], is_known=False)
 
     # ---- what others may know
+
+    @property
+    def num_spaces(self) -> int:
+        """The partitions, and what is below."""
+        return self._pool.num_partitions + len(Below)
 
     @property
     def num_events(self) -> int:
@@ -140,9 +176,10 @@ class PrefixCache:
         return tuple(itertools.islice(reversed(self._events), num_asked))[::-1]  # whoever asks lags little
 
     def snapshot(self, partition: int) -> tuple[BlockName, ...]:
-        """All names known there, after all events so far."""
+        """All names known there, after all events so far; of a space below, too."""
         self._forget_lost()
-        return tuple(self._blocks[partition])
+        num_partitions = self._pool.num_partitions
+        return tuple(self._blocks[partition] if partition < num_partitions else self._below[partition - num_partitions])
 
     def _forget_lost(self) -> None:
         for partition, block in self._pool.take_lost():
@@ -150,6 +187,6 @@ class PrefixCache:
             del self._blocks[partition][name]
             self._tell(partition, name, is_known=False)
 
-    def _tell(self, partition: int, name: BlockName, *, is_known: bool) -> None:
-        self._events.append(PrefixEvent(self._num_events, partition, name, is_known))
+    def _tell(self, partition: int, name: BlockName, *, is_known: bool, parent: BlockName | None = None) -> None:
+        self._events.append(PrefixEvent(self._num_events, partition, name, is_known, parent))
         self._num_events += 1

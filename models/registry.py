@@ -10,13 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from moonshard.models.draft import Draft
-from moonshard.models.eagle.folder import open_eagle
+from moonshard.models.eagle.folder import DraftTensors, open_eagle
 from moonshard.models.eagle.taps import TapIds
 from moonshard.models.folder.checkpoint import Checkpoint
 from moonshard.models.folder.config_reader import ConfigReader
 from moonshard.models.folder.quantization import check_config, check_tensors
 from moonshard.models.folder.text_part import text_part
-from moonshard.models.formats.stored import TensorSource
 from moonshard.models.kimi import mtp
 from moonshard.models.kimi.config import MODEL_TYPES, KimiConfig
 from moonshard.models.kimi.family import Kimi
@@ -64,7 +63,7 @@ def open_model(folder: Path) -> tuple[Checkpoint, Model]:
 
 def open_draft(
     folder: Path | None, target: Model, target_tensors: Checkpoint, ids: TapIds = "output"
-) -> tuple[TensorSource, Draft]:
+) -> tuple[Checkpoint | DraftTensors, Draft]:
     """A draft for a target: what its weights are loaded from, and the draft.
 
     Args:

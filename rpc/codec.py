@@ -122,6 +122,7 @@ def _decode_usage(usage: pb.Usage) -> Usage:
         completion_tokens=usage.completion_tokens,
         cached_tokens=usage.cached_tokens,
         reasoning_tokens=usage.reasoning_tokens if usage.HasField("reasoning_tokens") else None,
+        cached_by_tier=dict(usage.cached_by_tier),
     )
 
 

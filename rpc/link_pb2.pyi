@@ -394,7 +394,7 @@ class Welcome(_message.Message):
     def __init__(self, protocol_version: _Optional[int] = ..., epoch: _Optional[bytes] = ..., fingerprint: _Optional[str] = ..., role: _Optional[str] = ..., dtype: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_context_tokens: _Optional[int] = ..., block_size: _Optional[int] = ..., num_partitions: _Optional[int] = ..., num_blocks: _Optional[int] = ..., max_slots: _Optional[int] = ..., load_s: _Optional[float] = ..., compile_s: _Optional[float] = ..., endpoint: _Optional[_Union[KvEndpoint, _Mapping]] = ..., kernels: _Optional[str] = ...) -> None: ...
 
 class WorkerLoad(_message.Message):
-    __slots__ = ("num_running", "num_waiting", "queued_tokens", "active_tokens", "free_blocks", "num_preemptions", "num_compilations", "num_compilations_while_serving", "num_prefill_steps", "num_decode_steps", "prefill_tokens", "decode_tokens", "wasted_tokens", "overlapped_steps", "peak_memory_bytes", "draining", "kv_transfer", "cached_tokens", "num_seen", "reserved_tokens", "num_lost_spans", "num_lost_rows", "num_drafts", "draft_tokens", "accepted_tokens", "accepted_per_position", "num_model_drafts", "model_accepted_tokens")
+    __slots__ = ("num_running", "num_waiting", "queued_tokens", "active_tokens", "free_blocks", "num_preemptions", "num_compilations", "num_compilations_while_serving", "num_prefill_steps", "num_decode_steps", "prefill_tokens", "decode_tokens", "wasted_tokens", "overlapped_steps", "peak_memory_bytes", "draining", "kv_transfer", "cached_tokens", "num_seen", "reserved_tokens", "num_lost_spans", "num_lost_rows", "num_drafts", "draft_tokens", "accepted_tokens", "accepted_per_position", "num_model_drafts", "model_accepted_tokens", "kv_store")
     NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
     NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
     QUEUED_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -423,6 +423,7 @@ class WorkerLoad(_message.Message):
     ACCEPTED_PER_POSITION_FIELD_NUMBER: _ClassVar[int]
     NUM_MODEL_DRAFTS_FIELD_NUMBER: _ClassVar[int]
     MODEL_ACCEPTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    KV_STORE_FIELD_NUMBER: _ClassVar[int]
     num_running: int
     num_waiting: int
     queued_tokens: _containers.RepeatedScalarFieldContainer[int]
@@ -451,7 +452,55 @@ class WorkerLoad(_message.Message):
     accepted_per_position: _containers.RepeatedScalarFieldContainer[int]
     num_model_drafts: int
     model_accepted_tokens: int
-    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., queued_tokens: _Optional[_Iterable[int]] = ..., active_tokens: _Optional[_Iterable[int]] = ..., free_blocks: _Optional[_Iterable[int]] = ..., num_preemptions: _Optional[int] = ..., num_compilations: _Optional[int] = ..., num_compilations_while_serving: _Optional[int] = ..., num_prefill_steps: _Optional[int] = ..., num_decode_steps: _Optional[int] = ..., prefill_tokens: _Optional[int] = ..., decode_tokens: _Optional[int] = ..., wasted_tokens: _Optional[int] = ..., overlapped_steps: _Optional[int] = ..., peak_memory_bytes: _Optional[int] = ..., draining: _Optional[bool] = ..., kv_transfer: _Optional[_Union[KvTransfer, _Mapping]] = ..., cached_tokens: _Optional[int] = ..., num_seen: _Optional[int] = ..., reserved_tokens: _Optional[_Iterable[int]] = ..., num_lost_spans: _Optional[int] = ..., num_lost_rows: _Optional[int] = ..., num_drafts: _Optional[int] = ..., draft_tokens: _Optional[int] = ..., accepted_tokens: _Optional[int] = ..., accepted_per_position: _Optional[_Iterable[int]] = ..., num_model_drafts: _Optional[int] = ..., model_accepted_tokens: _Optional[int] = ...) -> None: ...
+    kv_store: KvStore
+    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., queued_tokens: _Optional[_Iterable[int]] = ..., active_tokens: _Optional[_Iterable[int]] = ..., free_blocks: _Optional[_Iterable[int]] = ..., num_preemptions: _Optional[int] = ..., num_compilations: _Optional[int] = ..., num_compilations_while_serving: _Optional[int] = ..., num_prefill_steps: _Optional[int] = ..., num_decode_steps: _Optional[int] = ..., prefill_tokens: _Optional[int] = ..., decode_tokens: _Optional[int] = ..., wasted_tokens: _Optional[int] = ..., overlapped_steps: _Optional[int] = ..., peak_memory_bytes: _Optional[int] = ..., draining: _Optional[bool] = ..., kv_transfer: _Optional[_Union[KvTransfer, _Mapping]] = ..., cached_tokens: _Optional[int] = ..., num_seen: _Optional[int] = ..., reserved_tokens: _Optional[_Iterable[int]] = ..., num_lost_spans: _Optional[int] = ..., num_lost_rows: _Optional[int] = ..., num_drafts: _Optional[int] = ..., draft_tokens: _Optional[int] = ..., accepted_tokens: _Optional[int] = ..., accepted_per_position: _Optional[_Iterable[int]] = ..., num_model_drafts: _Optional[int] = ..., model_accepted_tokens: _Optional[int] = ..., kv_store: _Optional[_Union[KvStore, _Mapping]] = ...) -> None: ...
+
+class KvStore(_message.Message):
+    __slots__ = ("tiers", "num_late_fetches", "num_queued_blocks", "num_dropped_blocks", "num_lost_blocks", "own_fetch_share", "shared_fetch_share")
+    TIERS_FIELD_NUMBER: _ClassVar[int]
+    NUM_LATE_FETCHES_FIELD_NUMBER: _ClassVar[int]
+    NUM_QUEUED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_DROPPED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_LOST_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    OWN_FETCH_SHARE_FIELD_NUMBER: _ClassVar[int]
+    SHARED_FETCH_SHARE_FIELD_NUMBER: _ClassVar[int]
+    tiers: _containers.RepeatedCompositeFieldContainer[KvTier]
+    num_late_fetches: int
+    num_queued_blocks: int
+    num_dropped_blocks: int
+    num_lost_blocks: int
+    own_fetch_share: float
+    shared_fetch_share: float
+    def __init__(self, tiers: _Optional[_Iterable[_Union[KvTier, _Mapping]]] = ..., num_late_fetches: _Optional[int] = ..., num_queued_blocks: _Optional[int] = ..., num_dropped_blocks: _Optional[int] = ..., num_lost_blocks: _Optional[int] = ..., own_fetch_share: _Optional[float] = ..., shared_fetch_share: _Optional[float] = ...) -> None: ...
+
+class KvTier(_message.Message):
+    __slots__ = ("name", "num_hits", "num_misses", "num_kept", "num_not_kept", "num_evicted", "read_bytes", "written_bytes", "held_bytes")
+    class NumMissesEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    NUM_HITS_FIELD_NUMBER: _ClassVar[int]
+    NUM_MISSES_FIELD_NUMBER: _ClassVar[int]
+    NUM_KEPT_FIELD_NUMBER: _ClassVar[int]
+    NUM_NOT_KEPT_FIELD_NUMBER: _ClassVar[int]
+    NUM_EVICTED_FIELD_NUMBER: _ClassVar[int]
+    READ_BYTES_FIELD_NUMBER: _ClassVar[int]
+    WRITTEN_BYTES_FIELD_NUMBER: _ClassVar[int]
+    HELD_BYTES_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    num_hits: int
+    num_misses: _containers.ScalarMap[str, int]
+    num_kept: int
+    num_not_kept: int
+    num_evicted: int
+    read_bytes: int
+    written_bytes: int
+    held_bytes: int
+    def __init__(self, name: _Optional[str] = ..., num_hits: _Optional[int] = ..., num_misses: _Optional[_Mapping[str, int]] = ..., num_kept: _Optional[int] = ..., num_not_kept: _Optional[int] = ..., num_evicted: _Optional[int] = ..., read_bytes: _Optional[int] = ..., written_bytes: _Optional[int] = ..., held_bytes: _Optional[int] = ...) -> None: ...
 
 class KvTransfer(_message.Message):
     __slots__ = ("num_handoffs", "published_bytes", "num_transfers", "publish_s", "num_failures", "landed_bytes", "num_landed_blocks", "num_checksum_mismatches", "free_slab_slots", "used_slab_slots", "leased_slab_slots", "quarantined_slab_slots", "total_slab_slots")
@@ -505,7 +554,14 @@ class WorkerPhases(_message.Message):
     def __init__(self, queue_ms: _Optional[float] = ..., prefill_ms: _Optional[float] = ..., decode_ms: _Optional[float] = ..., land_ms: _Optional[float] = ..., join_ms: _Optional[float] = ...) -> None: ...
 
 class SequenceOutput(_message.Message):
-    __slots__ = ("request_id", "choice", "token_ids", "logprobs", "finish_reason", "phases", "cached_tokens", "prompt_logprobs", "guesses")
+    __slots__ = ("request_id", "choice", "token_ids", "logprobs", "finish_reason", "phases", "cached_tokens", "prompt_logprobs", "guesses", "cached_by_tier")
+    class CachedByTierEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     CHOICE_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -515,6 +571,7 @@ class SequenceOutput(_message.Message):
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     GUESSES_FIELD_NUMBER: _ClassVar[int]
+    CACHED_BY_TIER_FIELD_NUMBER: _ClassVar[int]
     request_id: bytes
     choice: int
     token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -524,7 +581,8 @@ class SequenceOutput(_message.Message):
     cached_tokens: int
     prompt_logprobs: _inference_pb2.PromptLogprobs
     guesses: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, request_id: _Optional[bytes] = ..., choice: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[_inference_pb2.PositionLogprobs, _Mapping]]] = ..., finish_reason: _Optional[_Union[_inference_pb2.FinishReason, str]] = ..., phases: _Optional[_Union[WorkerPhases, _Mapping]] = ..., cached_tokens: _Optional[int] = ..., prompt_logprobs: _Optional[_Union[_inference_pb2.PromptLogprobs, _Mapping]] = ..., guesses: _Optional[_Iterable[int]] = ...) -> None: ...
+    cached_by_tier: _containers.ScalarMap[str, int]
+    def __init__(self, request_id: _Optional[bytes] = ..., choice: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[_inference_pb2.PositionLogprobs, _Mapping]]] = ..., finish_reason: _Optional[_Union[_inference_pb2.FinishReason, str]] = ..., phases: _Optional[_Union[WorkerPhases, _Mapping]] = ..., cached_tokens: _Optional[int] = ..., prompt_logprobs: _Optional[_Union[_inference_pb2.PromptLogprobs, _Mapping]] = ..., guesses: _Optional[_Iterable[int]] = ..., cached_by_tier: _Optional[_Mapping[str, int]] = ...) -> None: ...
 
 class StepOutput(_message.Message):
     __slots__ = ("step", "outputs", "load")

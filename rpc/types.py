@@ -5,7 +5,7 @@ worker is not here but in link.proto. The meaning of each field is said once, in
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, TypedDict
 
 ChatMessage = Mapping[str, object]  # role, content; tool_calls, tool_call_id, name, reasoning, partial
@@ -108,6 +108,7 @@ class Usage:
     completion_tokens: int
     cached_tokens: int
     reasoning_tokens: int | None = None  # of the completion; None where thoughts are not told from the rest
+    cached_by_tier: Mapping[str, int] = field(default_factory=dict, hash=False)  # of these, from tiers below a device
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

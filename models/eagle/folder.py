@@ -25,6 +25,10 @@ class DraftTensors:
     def __init__(self, checkpoint: Checkpoint):
         self.checkpoint = checkpoint
 
+    @property
+    def fingerprint(self) -> str:
+        return self.checkpoint.fingerprint
+
     def has(self, name: str) -> bool:
         return self.checkpoint.has(self._own(name))
 

@@ -31,7 +31,7 @@ PORTS_PER_WORKER = 2  # of Mooncake: one for its handshake, one for the data
 def joint_faults(config: Config) -> list[str]:
     """All of them; empty for a configuration that can be served."""
     faults = [*_address_faults(config), *_size_faults(config), *_tls_faults(config.tls)]
-    faults += [*_telemetry_faults(config.telemetry), *_speculation_faults(config)]
+    faults += [*_telemetry_faults(config.telemetry), *_speculation_faults(config), *_store_faults(config.kv)]
     if config.mode == "disaggregated":
         faults += [*_handoff_faults(config), *_plane_faults(config)]
     return faults
@@ -71,6 +71,16 @@ def _speculation_faults(config: Config) -> list[str]:
             for name, mesh in meshes.items()
             if mesh.pipe > 1
         ]
+    return faults
+
+
+def _store_faults(kv: KvConfig) -> list[str]:
+    store = kv.store
+    if not store.enabled:
+        return []
+    faults = [] if kv.prefix_cache else ["kv.store.enabled: without kv.prefix_cache nothing is found again"]
+    if not (store.host_bytes or store.ssd_path):
+        faults.append("kv.store.enabled: there is no tier; set kv.store.host_bytes or kv.store.ssd_path")
     return faults
 
 

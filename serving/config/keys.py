@@ -28,6 +28,7 @@ MAX_DEVICES = 4096  # of a mesh; on a CPU a worker makes itself so many
 Positive = Annotated[int, Meta(ge=1, le=MAX_INT)]
 NotNegative = Annotated[int, Meta(ge=0, le=MAX_INT)]
 Large = Annotated[int, Meta(ge=1, le=2**50)]  # of bytes, or of tokens that are only added up
+LargeOrNone = Annotated[int, Meta(ge=0, le=2**50)]  # 0: there is none
 ContextTokens = Annotated[int, Meta(ge=2, le=MAX_INT)]
 ChunkTokens = Annotated[int, Meta(ge=1, le=2**20)]
 Replicas = Annotated[int, Meta(ge=1, le=1024)]  # processes
@@ -164,12 +165,23 @@ class DecodeConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class StoreConfig:
+    """Where blocks of the prefix cache are kept beyond the device's pages. Sizes are of each worker."""
+
+    enabled: bool = False  # complete blocks are written to all tiers that follow, and found there again
+    host_bytes: LargeOrNone = 2 * 1024**3  # in the worker's own memory; 0: none
+    ssd_path: Path | None = None  # a folder for files that outlive worker and machine; none: there are none
+    ssd_bytes: Large = 16 * 1024**3  # of each worker's files there
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class KvConfig:
-    """The KV cache, and its way from prefill to decode: all keys after `num_blocks` are unused when aggregated."""
+    """The KV cache, and its way from prefill to decode: all keys after `store` are unused when aggregated."""
 
     block_size: Annotated[int, Meta(ge=1, le=1024)] = 64  # tokens
     num_blocks: Positive | None = None  # per partition; auto: what memory allows
     prefix_cache: bool = True  # blocks are found again by what they hold, until they are needed for something else
+    store: StoreConfig = field(default_factory=StoreConfig)
     transport: Literal["mooncake", "grpc"] = "mooncake"  # how KV goes from prefill to decode workers
     slab_bytes: Large = 256 * 1024 * 1024  # of each worker's own: KV lands in it, or is staged in it
     slots_per_handoff: Positive | None = None  # auto: a quarter of the slab's slots, at least 1

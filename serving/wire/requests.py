@@ -3,7 +3,7 @@
 The gateway has checked what clients send; what is checked here protects the device from a gateway that did not.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from moonshard.kv.prefix import NAME_BYTES, block_names, split_names
@@ -28,6 +28,8 @@ from moonshard.serving.control.request import (
 from moonshard.serving.control.sampling_parameters import PARAMETERS, Sampling
 from moonshard.serving.engine.clocks import Phases
 from moonshard.serving.engine.events import Emitted
+
+type Came = Callable[[bytes], Mapping[str, int]]
 
 MAX_ROOT_BYTES = 64
 MAX_BIAS = 100.0  # what the public API allows
@@ -173,7 +175,8 @@ def failed(request_id: bytes, error: RequestError) -> link_pb2.WorkerMessage:
     )
 
 
-def sequence_output(emitted: Emitted) -> link_pb2.SequenceOutput:
+def sequence_output(emitted: Emitted, came: Came) -> link_pb2.SequenceOutput:
+    """`came` says of a request how many tokens of its prompt came from each tier below the device's pages."""
     output = emitted.output
     request_id, choice = output.sequence
     if emitted.phases is None and output.finish is None and not (output.logprobs or output.guesses):  # nearly all
@@ -191,6 +194,7 @@ def sequence_output(emitted: Emitted) -> link_pb2.SequenceOutput:
         phases=_phases(emitted.phases),
         prompt_logprobs=_prompt_logprobs(output.prompt_logprobs),
         guesses=output.guesses,
+        cached_by_tier=came(request_id) if output.num_cached_tokens else None,
     )
 
 

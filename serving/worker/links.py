@@ -17,6 +17,7 @@ from moonshard.serving.worker.prefix_feed import PrefixFeed
 from moonshard.serving.worker.roles.compiled_first import CompiledFirst
 from moonshard.serving.worker.roles.role import Outputs, Role
 from moonshard.serving.worker.spans import WorkerSpans
+from moonshard.serving.worker.store.store import WorkerStore
 
 MAX_REFUSAL_CHARS = 256  # of what a gateway says that the log repeats
 
@@ -39,10 +40,16 @@ class Links:
     """The open links of a worker. `new_feed` makes what tells one link of the prefix cache."""
 
     def __init__(
-        self, role: Role, spans: WorkerSpans, new_feed: Callable[[], PrefixFeed], compiled_first: CompiledFirst
+        self,
+        role: Role,
+        spans: WorkerSpans,
+        new_feed: Callable[[], PrefixFeed],
+        compiled_first: CompiledFirst,
+        store: WorkerStore | None,
     ):
         self._role = role
         self._compiled_first = compiled_first
+        self._store = store
         self._spans = spans
         self._new_feed = new_feed
         self._open: dict[Link, _Open] = {}
@@ -57,6 +64,8 @@ class Links:
     def close(self, link: Link) -> None:
         self._open.pop(link, None)
         self._compiled_first.close_link(link)
+        if self._store is not None:
+            self._store.close_link(link)
 
     def num_seen(self, link: Link) -> int:
         """How many Run and Reserve messages came over the link."""
@@ -86,12 +95,23 @@ class Links:
             self._turn_down(request_id, error, link)
 
     def _begin(
-        self, message: link_pb2.GatewayMessage, run: link_pb2.Run, link: Link, begin: Callable[[], None]
+        self,
+        message: link_pb2.GatewayMessage,
+        run: link_pb2.Run,
+        link: Link,
+        begin: Callable[[], None],
+        store: WorkerStore | None = None,
     ) -> None:
-        """A request begins, once its grammar is compiled."""
+        """A request begins, once its grammar is compiled and what `store` has of its prompt has come up."""
+
+        def begin_at_last() -> None:
+            self._answered(message, run.request_id, link, begin)
 
         def begin_late() -> None:
-            self._answered(message, run.request_id, link, begin)
+            if store is None:
+                begin_at_last()
+            else:
+                store.begin(run, link, begin_at_last)
 
         self._open[link].num_seen += 1
         self._compiled_first.begin(run.request_id, run.grammar, link, begin_late)
@@ -101,7 +121,7 @@ class Links:
         match message.WhichOneof("message"):
             case "run":
                 run = role.run_for if message.run.HasField("target") else role.run
-                self._begin(message, message.run, link, lambda: run(message.run, link))
+                self._begin(message, message.run, link, lambda: run(message.run, link), self._store)
             case "reserve":
                 self._begin(message, message.reserve.run, link, lambda: role.reserve(message.reserve, link))
             case "landed":
@@ -114,6 +134,8 @@ class Links:
                 role.credits(message.credits, link)
             case "cancel":
                 self._compiled_first.drop(request_id, link)
+                if self._store is not None:
+                    self._store.drop(request_id, link)
                 role.cancel(request_id, _target_epoch(message.cancel), link)
             case "tell_prefixes":
                 link.send(self._open[link].feed.snapshot())

@@ -7,6 +7,7 @@ programs and files are at hand.
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from moonshard.kv.store.stack import TierStack
 from moonshard.serving.config.keys import Config, WorkerRole
 from moonshard.serving.deploy.startup import ProcessStart
 from moonshard.serving.engine.compiled.compilations import CompilationCounter
@@ -16,6 +17,7 @@ from moonshard.serving.observe.rows.steps import RecordedSteps
 from moonshard.serving.observe.spans.export import SpanExport
 from moonshard.serving.transfer.plane import KvPlane
 from moonshard.serving.worker.spans import WorkerSpans
+from moonshard.serving.worker.store.opening import open_tiers
 from moonshard.serving.worker.worker import Worker
 
 
@@ -25,12 +27,15 @@ class Loaded:
 
     model: LoadedModel
     plane: KvPlane | None
+    tiers: TierStack | None
     compilations: CompilationCounter
 
     def worker(self, config: Config, role: WorkerRole, export: SpanExport | None, recorded: RecordedSteps) -> Worker:
         """The worker, not started; whatever is compiled from now on is a fault."""
         spans = WorkerSpans(export, role=role)
-        made = Worker(config, role, self.model, self.compilations, self.plane, spans=spans, recorded=recorded)
+        made = Worker(
+            config, role, self.model, self.compilations, self.plane, self.tiers, spans=spans, recorded=recorded
+        )
         self.compilations.mark_serving()
         return made
 
@@ -42,7 +47,7 @@ def load(
     progress: Progress,
     start: ProcessStart,
 ) -> Loaded:
-    """Raises what `load_model` and `open_plane` raise, and what `progress` does."""
+    """Raises what `load_model`, `open_plane` and `open_tiers` raise, and what `progress` does."""
     compilations = CompilationCounter()
     compilations.start()
     store = None if start.programs is None else ProgramStore(start.programs)
@@ -56,4 +61,7 @@ def load(
         on_thread_ahead=compilations.exempt_this_thread,
     )
     with start.timings.phase("kv plane"):
-        return Loaded(model, None if role == "both" else open_plane(model), compilations)
+        plane = None if role == "both" else open_plane(model)
+    with start.timings.phase("kv store"):
+        tiers = open_tiers(config.kv.store, model)
+    return Loaded(model, plane, tiers, compilations)

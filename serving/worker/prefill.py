@@ -66,7 +66,9 @@ class PrefillHandoffs:
         quarantine_s: float,
         spans: WorkerSpans,
         on_fault: Callable[[BaseException], None],
+        came: wire.Came,
     ):
+        self._came = came
         self.slab = BlockPool(plane.num_partitions, plane.endpoint.num_cells, 1)
         self._engine = engine
         self._pool = pool
@@ -173,7 +175,7 @@ class PrefillHandoffs:
     def emitted(self, emitted: Emitted) -> None:
         """A first token was drawn; the first tokens of all of a request's choices are told together."""
         leg = self._legs[emitted.output.sequence.request_id]
-        output = wire.sequence_output(emitted)
+        output = wire.sequence_output(emitted, self._came)
         if p.finish_of(leg.request, emitted.output) is None:
             output.finish_reason = inference_pb2.FINISH_REASON_UNSPECIFIED
         leg.outputs[output.choice] = output

@@ -11,15 +11,14 @@ MAX_EVENTS_AT_ONCE = 4096  # in a message
 
 
 class PrefixFeed:
-    def __init__(self, cache: PrefixCache, num_partitions: int):
+    def __init__(self, cache: PrefixCache):
         self._cache = cache
-        self._num_partitions = num_partitions
         self._next: int | None = None  # of the event that this link has not heard; None: it has not asked
 
     def snapshot(self) -> link_pb2.WorkerMessage:
         """All that the cache knows now; later changes are in `news`."""
         self._next = self._cache.num_events
-        names = [b"".join(self._cache.snapshot(partition)) for partition in range(self._num_partitions)]
+        names = [b"".join(self._cache.snapshot(space)) for space in range(self._cache.num_spaces)]
         return link_pb2.WorkerMessage(prefix_snapshot=link_pb2.PrefixSnapshot(next_number=self._next, names=names))
 
     def news(self) -> link_pb2.WorkerMessage | None:

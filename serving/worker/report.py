@@ -3,11 +3,16 @@
 When it is said is `worker.links`' and `worker.link_service`'s.
 """
 
+from collections.abc import Mapping
+
 from moonshard.kv.blocks import BlockPool, PartitionCounts
+from moonshard.kv.prefix import Below
+from moonshard.kv.store.tier import TierCounters
 from moonshard.rpc import link_pb2
 from moonshard.rpc.link import PROTOCOL_VERSION
 from moonshard.serving.config.keys import WorkerRole
 from moonshard.serving.control.batching.counters import Counters
+from moonshard.serving.control.tiers.writes import WriteQueue
 from moonshard.serving.engine.loading.model import LoadedModel
 from moonshard.serving.transfer.endpoint import Endpoint, endpoint_message
 from moonshard.serving.transfer.plane import KvPlane
@@ -77,6 +82,34 @@ def kv_transfer_message(plane: KvPlane, slab: BlockPool, num_handoffs: int) -> l
         leased_slab_slots=sum(count.leased for count in counts),
         quarantined_slab_slots=sum(count.quarantined for count in counts),
         total_slab_slots=sum(count.total for count in counts),
+    )
+
+
+def store_message(
+    counters: Mapping[str, TierCounters], queue: WriteQueue, *, num_late: int, shares: Mapping[Below, float]
+) -> link_pb2.KvStore:
+    """The tiers below the device's pages as they are now."""
+    return link_pb2.KvStore(
+        tiers=[
+            link_pb2.KvTier(
+                name=name,
+                num_hits=tier.num_hits,
+                num_misses={cause.value: num for cause, num in tier.num_misses.items()},
+                num_kept=tier.num_kept,
+                num_not_kept=tier.num_not_kept,
+                num_evicted=tier.num_evicted,
+                read_bytes=tier.bytes_read,
+                written_bytes=tier.bytes_written,
+                held_bytes=tier.bytes_held,
+            )
+            for name, tier in counters.items()
+        ],
+        num_late_fetches=num_late,
+        num_queued_blocks=len(queue),
+        num_dropped_blocks=queue.num_dropped,
+        num_lost_blocks=queue.num_lost,
+        own_fetch_share=shares[Below.OWN],
+        shared_fetch_share=shares[Below.SHARED],
     )
 
 

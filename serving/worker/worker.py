@@ -11,6 +11,7 @@ import logging
 import resource
 import secrets
 
+from moonshard.kv.store.stack import TierStack
 from moonshard.rpc import link_pb2
 from moonshard.serving.config.keys import Config, WorkerRole
 from moonshard.serving.constrained.compiling import Compiling
@@ -42,6 +43,7 @@ from moonshard.serving.worker.roles.decode import DecodeRole
 from moonshard.serving.worker.roles.prefill import PrefillRole
 from moonshard.serving.worker.roles.role import Parts, Role
 from moonshard.serving.worker.spans import FAILED, WorkerSpans
+from moonshard.serving.worker.store.store import WorkerStore
 
 TICK_S = 0.1  # how late a lease's end, a place for a waiting reservation or what is newly cached may be noticed
 
@@ -51,7 +53,7 @@ logger = logging.getLogger(__name__)
 class Worker:
     """What is behind the links: the engine, whose events it listens to, and the role.
 
-    `plane` is the KV plane of a worker whose role has handoffs; None for `both`.
+    `plane` is the KV plane of a worker whose role has handoffs; None for `both`. `tiers`: below the device's pages.
     """
 
     def __init__(
@@ -61,6 +63,7 @@ class Worker:
         model: LoadedModel,
         compilations: CompilationCounter,
         plane: KvPlane | None,
+        tiers: TierStack | None = None,
         *,
         spans: WorkerSpans,
         recorded: RecordedSteps = NO_STEPS,
@@ -97,6 +100,7 @@ class Worker:
             num_stages=model.num_stages,
         )
         self._compiled_first = CompiledFirst(self._compiling, self.engine.fail)
+        self._store = None if tiers is None else self._open_store(tiers)
         parts = Parts(
             engine=self.engine,
             scheduler=self._scheduler,
@@ -108,15 +112,26 @@ class Worker:
                 max_context_tokens=model.shapes.max_context_tokens,
             ),
             epoch=handoff_wire.epoch_from(self.epoch),
+            **({} if self._store is None else {"came": self._store.came}),
         )
         self.role = _role(role, parts, plane, config)
         self._links = Links(
             self.role,
             spans,
-            lambda: PrefixFeed(self._scheduler.cache, self._pool.num_partitions),
+            lambda: PrefixFeed(self._scheduler.cache),
             self._compiled_first,
+            self._store,
         )
         self._ticking: asyncio.TimerHandle | None = None
+
+    def _open_store(self, tiers: TierStack) -> WorkerStore:
+        return WorkerStore(
+            engine=self.engine,
+            scheduler=self._scheduler,
+            pool=self._pool,
+            stack=tiers,
+            block=self._model.layout.groups[0].block,
+        )
 
     # ---- its life
 
@@ -137,9 +152,15 @@ class Worker:
     async def wait_idle(self) -> None:
         """Until no request and no handoff is left."""
         await self.engine.wait_idle()
-        while self.role.num_handoffs or self._compiled_first.num_waiting:
+        while self.role.num_handoffs or self._compiled_first.num_waiting or self._num_fetching:
             await asyncio.sleep(TICK_S)
             await self.engine.wait_idle()
+        if self._store is not None:
+            await self._store.flush()  # as long as a drain may take
+
+    @property
+    def _num_fetching(self) -> int:
+        return 0 if self._store is None else self._store.num_waiting
 
     async def close(self) -> None:
         if self._ticking is not None:
@@ -149,6 +170,8 @@ class Worker:
         await self.engine.close()
         self._spans.close()
         await asyncio.to_thread(self.role.close)
+        if self._store is not None:
+            await asyncio.to_thread(self._store.close)
 
     def fail(self) -> None:
         """Instead of `close`, where the engine has failed: what the device holds is unknown, and requests end so."""
@@ -163,6 +186,8 @@ class Worker:
     def _tick(self) -> None:
         self.engine.guard(self.role.tick)
         self.engine.guard(self._links.tell_prefixes)
+        if self._store is not None:
+            self.engine.guard(self._store.tick)
         self._ticking = asyncio.get_running_loop().call_later(TICK_S, self._tick)
 
     # ---- links
@@ -199,13 +224,19 @@ class Worker:
             peak_memory_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
             draining=self.role.is_draining,
             kv_transfer=self.role.kv_transfer(),
-            reserved_tokens=[self.role.reserved_tokens(partition) for partition in partitions],
+            reserved_tokens=[self._coming_tokens(partition) for partition in partitions],
+            kv_store=None if self._store is None else self._store.message,
             num_seen=0 if link is None else self._links.num_seen(link),
             num_lost_spans=self._spans.num_lost,
             num_lost_rows=self._recorded.num_lost(),
             num_model_drafts=self._fit.num_drafts,
             model_accepted_tokens=self._fit.num_accepted,
         )
+
+    def _coming_tokens(self, partition: int) -> int:
+        """Tokens of requests that are here and that the scheduler does not know of yet."""
+        fetching = 0 if self._store is None else self._store.waiting_tokens(partition)
+        return self.role.reserved_tokens(partition) + fetching
 
     def inspect(self) -> link_pb2.Inspection:
         return link_pb2.Inspection(
@@ -247,6 +278,8 @@ class Worker:
         if plan is not None and self._model.shapes.q_len > 1:
             self._worth.note(plan, done.bucket, done.done_ns)
             self._misfit_warning.look()
+        if self._store is not None:
+            self._store.on_done(done, plan)
         self._record(done, plan)
 
 

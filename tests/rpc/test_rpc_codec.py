@@ -1,6 +1,6 @@
 """The public API's values and their messages say the same."""
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any, cast
 
 import pytest
@@ -235,6 +235,16 @@ def test_every_duration_of_a_summary_is_decoded():
     message = pb.Summary(request_id="r", model="m", usage=pb.Usage(prompt_tokens=1, completion_tokens=2))
     message.timing.MergeFrom(pb.Timing(**told))
     assert decode_summary(message) == SUMMARY
+
+
+def test_usage_says_by_tier_what_was_cached_and_no_tier_is_not_a_tier_of_nothing():
+    by_tier = {"host": 3, "ssd": 1}
+    message = pb.Summary(usage=pb.Usage(prompt_tokens=9, completion_tokens=2, cached_tokens=5, cached_by_tier=by_tier))
+    assert decode_summary(message).usage == Usage(
+        prompt_tokens=9, completion_tokens=2, cached_tokens=5, cached_by_tier=by_tier
+    )
+    assert USAGE.cached_by_tier == {}
+    assert hash(decode_summary(message).usage) == hash(replace(decode_summary(message).usage, cached_by_tier={}))
 
 
 def test_phases_come_in_the_order_they_happen_and_sum_to_e2e():

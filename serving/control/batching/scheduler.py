@@ -161,8 +161,9 @@ class Scheduler:
         self.check(request, partition)
         if len(tokens) != request.n:
             raise NeverFits("tokens", f"{len(tokens)} first tokens came for {request.n} choices")
-        for block, name in zip(block_table, request.block_names, strict=False):
-            self.cache.note(partition, block, name)  # also of one that never gets a slot
+        parents = (None, *request.block_names)
+        for block, name, parent in zip(block_table, request.block_names, parents, strict=False):
+            self.cache.note(partition, block, name, parent)  # also of one that never gets a slot
         going_on = {choice: (token,) for choice, token in enumerate(tokens) if finish_reason(request, token, 1) is None}
         if not going_on:
             self._pool.release(partition, block_table[::-1])
@@ -204,7 +205,16 @@ class Scheduler:
             del self._accepted[request_id]
         return expired
 
+    def emptiest(self) -> int:
+        """The partition that `add` would choose now."""
+        return self._partitions.index(self._emptiest())
+
     # ---- steps are launched
+
+    @property
+    def has_unlaunched(self) -> bool:
+        """Whether a decided step has not been handed out: the cache may know blocks that it will write."""
+        return self._launches.has_decided
 
     def schedule(self) -> Plan | None:
         """The next step, from now on counted as launched; None when nothing can run before a step completes."""

@@ -66,7 +66,8 @@ class Slots:
         names = occupancy.sequence.names(num_complete, self._pool.block_size)
         fresh = range(occupancy.num_noted, num_complete)
         for index in fresh:
-            self._cache.note(self.partition, occupancy.blocks[index], names[index])
+            parent = names[index - 1] if index else None
+            self._cache.note(self.partition, occupancy.blocks[index], names[index], parent)
         occupancy.num_noted = num_complete
         return tuple(occupancy.blocks[index] for index in fresh)
 

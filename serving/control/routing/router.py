@@ -22,6 +22,7 @@ from moonshard.serving.control.routing.names import QUEUE_WEIGHT
 from moonshard.serving.control.routing.pins import Pins
 from moonshard.serving.control.routing.policies import Candidates, Policy, least_tokens
 from moonshard.serving.control.routing.prefix_index import BlockName, PrefixIndex
+from moonshard.serving.control.routing.slower import Slower
 
 MAX_FLEETS = 8  # tuples of homes whose numbers are remembered
 Affinity = Literal["hit", "miss", "moved"]
@@ -55,7 +56,7 @@ class Reservation:
     home: Home
     num_tokens: int
     num_left_tokens: int = 0  # of the prompt, to be computed there, or moved there
-    num_known_tokens: int = 0  # of the prompt
+    num_known_tokens: int = 0  # of the prompt, that its home has at hand; what it can fetch only makes less of the rest
     num_queued_tokens: int = 0  # there, before it
     affinity: Affinity | None = None  # None: without an affinity key
     affinity_key: bytes | None = None
@@ -87,6 +88,7 @@ class Router:
         self._unsent: dict[int, _Given] = {}  # by reservation, whose request was not sent yet: what its home was given
         self._coming: dict[bytes, Reservation] = {}  # by affinity key: the last of these
         self._next_number = 0
+        self._below = Slower()
         self._fleets: deque[tuple[Sequence[Home], np.ndarray]] = deque(maxlen=MAX_FLEETS)
 
     def home_number(self, home: Home) -> int:
@@ -105,17 +107,17 @@ class Router:
             return None
         self._loads.decay(now_s)
         numbers = self._numbers_of(homes)
-        known = self._known_tokens(numbers, ask)
+        known, left = self._known_tokens(numbers, ask)
         pinned = None if ask.affinity_key is None else self._last_home(ask.affinity_key, now_s)
         turn_before = self._go_on(ask)
-        candidates = self._candidates(numbers, ask, known, pinned, is_first_turn=turn_before is None)
+        candidates = self._candidates(numbers, left, pinned, is_first_turn=turn_before is None)
         row = policy(candidates)
-        number, num_known = int(numbers[row]), int(known[row])
+        number, num_known, num_left = int(numbers[row]), int(known[row]), int(left[row])
         reservation = Reservation(
             number=self._next_number,
             home=homes[row],
-            num_tokens=ask.num_tokens - num_known if ask.is_prefill else ask.num_tokens,
-            num_left_tokens=ask.num_prompt - num_known,
+            num_tokens=ask.num_tokens - ask.num_prompt + num_left if ask.is_prefill else ask.num_tokens,
+            num_left_tokens=num_left,
             num_known_tokens=num_known,
             num_queued_tokens=int(candidates.queued_tokens[row]),
             affinity=_affinity(ask, pinned, number),
@@ -177,6 +179,15 @@ class Router:
         """The tokens that a request sent there now would find before it."""
         return int(self._loads.queued(np.array([self.home_number(home)]))[0])
 
+    def fetches(self, homes: Sequence[Home], own: Home, shared: Home, own_share: float, shared_share: float) -> None:
+        """A worker has tiers below its device's pages: the index knows what is in its own under `own`, and what is in
+        one that all workers read under `shared`. Fetching a block takes such a share of the time that computing it
+        takes.
+        """
+        numbers = [self.home_number(home) for home in homes]
+        own_number, shared_number = self.home_number(own), self.home_number(shared)
+        self._below.set(numbers, own_number, shared_number, own_share, shared_share)
+
     def num_known_blocks(self, home: Home) -> int:
         return self.index.num_names(self.home_number(home))
 
@@ -210,22 +221,26 @@ class Router:
             self._fleets.append((homes, numbers))
         return numbers
 
-    def _known_tokens(self, numbers: np.ndarray, ask: Ask) -> np.ndarray:
-        """[n]: how many tokens of the prompt each home knows. The last token is never among them: it is always
-        computed.
+    def _known_tokens(self, numbers: np.ndarray, ask: Ask) -> tuple[np.ndarray, np.ndarray]:
+        """[n] and [n]: how many tokens of the prompt each home knows, and how many are left to be computed there, where
+        what it can fetch counts as much as fetching takes. The last token is always left.
         """
         found = self.index.num_known(ask.names) if ask.names else {}
         if not found:
-            return np.zeros(len(numbers), np.int64)
+            return np.zeros(len(numbers), np.int64), np.full(len(numbers), ask.num_prompt, np.int64)
         known_at = np.zeros(len(self._loads), np.int64)
         known_at[list(found)] = list(found.values())
-        return np.minimum(known_at[numbers] * ask.block_size, ask.num_prompt - 1)
+        known = known_at[numbers]
+        saved = known + self._below.saved(numbers, known, known_at)
+        most = ask.num_prompt - 1
+        left = ask.num_prompt - np.minimum((saved * ask.block_size).astype(np.int64), most)
+        return np.minimum(known * ask.block_size, most), left
 
     def _candidates(
-        self, numbers: np.ndarray, ask: Ask, known: np.ndarray, pinned: int | None, *, is_first_turn: bool
+        self, numbers: np.ndarray, left: np.ndarray, pinned: int | None, *, is_first_turn: bool
     ) -> Candidates:
         return Candidates(
-            left_tokens=ask.num_prompt - known,
+            left_tokens=left,
             queued_tokens=self._loads.queued(numbers),
             recent_tokens=self._loads.recent[numbers],
             conversations=self._loads.conversations[numbers],

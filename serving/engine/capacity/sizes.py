@@ -154,6 +154,7 @@ def step_shapes(
     partitions = mesh_of(config, role).num_partitions
     max_slots = config.prefill.max_slots if role == "prefill" else config.decode.max_slots
     slots_per_partition, chunk_tokens = max_slots // partitions, chunk_tokens_of(config, machine)
+    has_transfers = role != "both" or config.kv.store.enabled
     return StepShapes(
         num_partitions=partitions,
         slots_per_partition=slots_per_partition,
@@ -165,7 +166,7 @@ def step_shapes(
         num_ahead=0 if config.speculation.draft_model is None else config.speculation.most_tokens,
         prefill_buckets=prefill_buckets(chunk_tokens, machine),
         decode_buckets=() if role == "prefill" else buckets(slots_per_partition),
-        transfer_buckets=() if role == "both" else buckets(max(1, chunk_tokens // config.kv.block_size)),
+        transfer_buckets=buckets(max(1, chunk_tokens // config.kv.block_size)) if has_transfers else (),
     )
 
 

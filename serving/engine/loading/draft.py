@@ -25,6 +25,7 @@ class OpenDraft:
     tensors: TensorSource
     target: KvGroup
     dtype: str
+    fingerprint: str  # of its folder
     holding: weights.Holding | None = None
 
     def behind(self, layers: range, target: Any, mesh: Mesh, shard: Shard) -> StageDraft:
@@ -70,4 +71,5 @@ def open_draft_of(
     if shard.num_parts("kv_tokens") > 1 and not draft.cuts_tokens:
         what = "a draft with Llama's attention keeps no KV whose blocks are cut over devices"
         raise ConfigError([f"speculation.path: {what} (context parallelism)"])
-    return OpenDraft(model=draft, tensors=tensors, target=group, dtype=dtype, holding=holding)
+    fingerprint = tensors.fingerprint
+    return OpenDraft(model=draft, tensors=tensors, target=group, dtype=dtype, fingerprint=fingerprint, holding=holding)

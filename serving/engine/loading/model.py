@@ -70,6 +70,7 @@ class LoadedModel:
     dtype: str
     kernels: str  # that its steps run: see `kernels_of`
     fingerprint: str
+    draft_fingerprint: str  # of the draft model whose KV blocks have too; empty: there is none
     layout: Layout  # of a block on its way between workers
     preparation: Preparation  # of `programs.others`, where they were left for later
     load_s: float
@@ -200,6 +201,7 @@ def _load_model(
         dtype=dtype,
         kernels=kernels_of(platform),
         fingerprint=fingerprint_of(checkpoint, model, dtype, holding),
+        draft_fingerprint="" if draft is None else draft.fingerprint,
         layout=slab_layout(
             model.kv_groups(dtype),
             config.kv.block_size,

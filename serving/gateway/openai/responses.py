@@ -303,10 +303,20 @@ def usage_object(num_prompt: int, num_completion: int) -> dict[str, object]:
 def whole_usage(usage: pb.Usage) -> dict[str, object]:
     """The usage of a request that has ended, when the number of cached tokens is known too."""
     whole = usage_object(usage.prompt_tokens, usage.completion_tokens)
-    whole["prompt_tokens_details"] = {"cached_tokens": usage.cached_tokens}
+    whole["prompt_tokens_details"] = cached_object(usage)
     if usage.HasField("reasoning_tokens"):
         whole["completion_tokens_details"] = {"reasoning_tokens": usage.reasoning_tokens}
     return whole
+
+
+def cached_object(usage: pb.Usage) -> dict[str, object]:
+    """How many tokens of the prompt were cached and, where not all of them were in a device's pages, by tier, under
+    SGLang's name.
+    """
+    cached: dict[str, object] = {"cached_tokens": usage.cached_tokens}
+    if by_tier := dict(sorted(usage.cached_by_tier.items())):
+        cached["cached_tokens_details"] = {"device": usage.cached_tokens - sum(by_tier.values()), **by_tier}
+    return cached
 
 
 def timing_object(timing: pb.Timing) -> dict[str, object]:

@@ -204,6 +204,7 @@ class Attempts:
             worker_index=self._pool.index_of(attempt.decode.home.worker),
             assignment=assignment,
             is_prefill_at_decode=attempt.is_local_prefill,
+            has_tiers=self._knowledge.session_at(attempt.prompt.home.worker).load.HasField("kv_store"),
         )
 
     def _leg(self, home: Home) -> Leg:

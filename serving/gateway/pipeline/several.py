@@ -1,6 +1,7 @@
 """Several requests of one client as one stream of events: all are checked before any begins, and one error ends all."""
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 
@@ -38,10 +39,14 @@ async def generate_all(
 
 def total_usage(summaries: Sequence[pb.Summary]) -> pb.Usage:
     usages = [summary.usage for summary in summaries]
+    by_tier = Counter[str]()
+    for usage in usages:
+        by_tier.update(usage.cached_by_tier)
     return pb.Usage(
         prompt_tokens=sum(usage.prompt_tokens for usage in usages),
         completion_tokens=sum(usage.completion_tokens for usage in usages),
         cached_tokens=sum(usage.cached_tokens for usage in usages),
+        cached_by_tier=by_tier,
     )
 
 

@@ -75,6 +75,7 @@ class AttemptSent(StampedEvent):
     worker_index: int  # of the one that decodes it
     assignment: Assignment
     is_prefill_at_decode: bool = False  # its prompt went to a worker that only decodes, though others prefill
+    has_tiers: bool = False  # its prompt went to a worker with tiers below its device's pages
 
 
 @dataclass(frozen=True, slots=True)

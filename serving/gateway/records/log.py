@@ -95,6 +95,11 @@ class RequestLog:
         """
         return min(self.tokenized.num_prompt_tokens - 1, self.outputs.cached_tokens)
 
+    @property
+    def cached_by_tier(self) -> dict[str, int]:
+        """Of these, those that came from tiers below that worker's device; empty where none did."""
+        return self.outputs.claimed_by_tier(self.num_cached_tokens)
+
     def usage(self) -> pb.Usage:
         """What has been counted so far: before the first output nothing, not even the prompt."""
         if not self.has_begun:
@@ -103,6 +108,7 @@ class RequestLog:
             prompt_tokens=self.tokenized.num_prompt_tokens,
             completion_tokens=self.outputs.num_tokens,
             cached_tokens=self.num_cached_tokens,
+            cached_by_tier=self.cached_by_tier,
         )
 
     @property

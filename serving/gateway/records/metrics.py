@@ -50,7 +50,11 @@ HELP = {
     "vllm:prompt_tokens_by_source": "Tokens of prompts by where their KV came from; the sources add up.",
     "vllm:generation_tokens": "Tokens that clients got, counted as they arrive from the worker.",
     "vllm:prefix_cache_queries": "Tokens of prompts that were looked up in the prefix cache.",
-    "vllm:prefix_cache_hits": "Tokens of prompts that were found in the prefix cache.",
+    "vllm:prefix_cache_hits": "Tokens of prompts that were found in the prefix cache, in a device's pages.",
+    "vllm:external_prefix_cache_queries": (
+        "Tokens of prompts that were not in the device's pages, where its worker has tiers below these."
+    ),
+    "vllm:external_prefix_cache_hits": "Tokens of prompts that came from tiers below a device's pages.",
     "vllm:request_success": "Choices by how they ended; abort: with their request, by its client or by an error.",
     "vllm:admission_rejections": "Requests refused on arrival, by the limit reached; not those that a worker refused.",
     "moonshard_request_phase_seconds": "Per finished request: its end-to-end time in parts that add up to it.",
@@ -63,6 +67,9 @@ HELP = {
     "moonshard_request_handoffs": "Begun between a prefill and a decode worker, those that failed included.",
     "moonshard_local_prefills": "Prompts that a decode worker computed itself: by rule, or as there was no other.",
     "moonshard_request_retries": "Requests that went on elsewhere, by what they had lost there.",
+    "moonshard_cached_tokens": (
+        "Tokens of prompts that need not be computed, by the tier that had them: device, host, store or ssd."
+    ),
     "moonshard_dropped_tokens": "Tokens that a worker sent and the client never got: what stood after a stop string.",
     "moonshard_requests": "Requests by how they ended: completed, cancelled, or the gRPC status of their error.",
     "moonshard_http_requests": "HTTP responses begun, by route and status.",
@@ -110,6 +117,8 @@ class GatewayMetrics:
         self.generation_tokens = self._counter("vllm:generation_tokens")
         self.prefix_queries_tokens = self._counter("vllm:prefix_cache_queries")
         self.prefix_hits_tokens = self._counter("vllm:prefix_cache_hits")
+        self.external_queries_tokens = self._counter("vllm:external_prefix_cache_queries")
+        self.external_hits_tokens = self._counter("vllm:external_prefix_cache_hits")
         self.finished_choices = self._counter("vllm:request_success", "finished_reason")
         self.phase_s = self._histogram("moonshard_request_phase_seconds", TTFT_BUCKETS_S, "phase")
         self.handoff_gap_s = self._histogram("moonshard_handoff_gap_seconds", TTFT_BUCKETS_S)
@@ -117,6 +126,7 @@ class GatewayMetrics:
         self.handoffs = self._counter("moonshard_request_handoffs")
         self.local_prefills = self._counter("moonshard_local_prefills")
         self.retries = self._counter("moonshard_request_retries", "cause")
+        self.cached_tokens = self._counter("moonshard_cached_tokens", "tier")
         self.dropped_tokens = self._counter("moonshard_dropped_tokens")
         self.outcomes = self._counter("moonshard_requests", labels=("outcome",))
         self.http_requests = self._counter("moonshard_http_requests", labels=("route", "status"))

@@ -1,11 +1,14 @@
 """The sums of a request's outputs: tokens, stamps and phases, added up as they arrive."""
 
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from moonshard.rpc import link_pb2
 from moonshard.rpc.codec import decode_finish_reason
 from moonshard.serving.gateway.records.events import TokensArrived
+
+TIERS = ("host", "store", "ssd")  # below a device's pages, the nearest first
 
 
 @dataclass(slots=True)
@@ -29,6 +32,7 @@ class OutputTally:
     first_ns: int = 0
     last_ns: int = 0
     cached_tokens: int = 0  # as the first output said
+    cached_by_tier: Mapping[str, int] = field(default_factory=dict)  # likewise: of these, from tiers below the device
     num_received_tokens: int = 0  # of what workers sent
     phases: link_pb2.WorkerPhases = field(default_factory=link_pb2.WorkerPhases)
     has_decoded: bool = False  # a worker said how long it decoded
@@ -56,9 +60,25 @@ class OutputTally:
         is_first = not self.first_ns
         if is_first:
             self.first_ns, self.cached_tokens = at_ns, output.cached_tokens
+            self.cached_by_tier = dict(output.cached_by_tier)
         if output.HasField("phases"):
             self._merge(output.phases, is_first=is_first)
             self.has_decoded = self.has_decoded or bool(output.finish_reason)
+
+    def claimed_by_tier(self, num_cached: int) -> dict[str, int]:
+        """What tiers below the device gave of the first `num_cached` tokens, the nearest first, without those that gave
+        none.
+
+        It stands behind what the device had, and in it the slowest tier's part at the end: what was not found again, or
+        is computed all the same, is taken from there.
+        """
+        num_left = max(0, num_cached - max(0, self.cached_tokens - sum(self.cached_by_tier.values())))
+        claimed = dict[str, int]()
+        for tier in sorted(self.cached_by_tier, key=_distance):
+            if num_claimed := min(num_left, self.cached_by_tier[tier]):
+                claimed[tier] = num_claimed
+                num_left -= num_claimed
+        return claimed
 
     @property
     def num_tokens(self) -> int:
@@ -92,6 +112,13 @@ class OutputTally:
         self.phases.MergeFrom(phases)
         if not is_first:
             self.phases.queue_ms, self.phases.prefill_ms = queue_ms, prefill_ms
+
+
+def _distance(tier: str) -> tuple[int, str]:
+    """Orders tiers by how far they are from the device. What a newer worker has, and this gateway does not know, is
+    farthest.
+    """
+    return (TIERS.index(tier) if tier in TIERS else len(TIERS), tier)
 
 
 def _counted_as(finish_reason: int) -> str:

@@ -30,6 +30,7 @@ class _Engine:
 
     labels: tuple[str, str]
     is_moving: bool
+    has_tiers: bool
     generation_tokens: Counter
     inter_token_s: Histogram
 
@@ -76,6 +77,7 @@ class RequestMetrics:
         self._engine = _Engine(
             labels=labels,
             is_moving=is_moving,
+            has_tiers=sent.has_tiers,
             generation_tokens=metrics.generation_tokens.labels(*labels),
             inter_token_s=metrics.inter_token_s.labels(*labels),
         )
@@ -95,14 +97,23 @@ class RequestMetrics:
             self._metrics.finished_choices.labels(*engine.labels, choice.finish_reason).inc()
 
     def _count_prompt(self, engine: _Engine) -> None:
-        metrics, labels = self._metrics, engine.labels
+        """To vLLM what tiers below the device gave is external, and no hit of the device's prefix cache."""
+        metrics, labels, by_tier = self._metrics, engine.labels, self._log.cached_by_tier
         num_prompt, num_cached = self._log.tokenized.num_prompt_tokens, self._log.num_cached_tokens
+        num_below = sum(by_tier.values())
+        num_device = num_cached - num_below
         metrics.prompt_tokens.labels(*labels).inc(num_prompt)
         source = "external_kv_transfer" if engine.is_moving else "local_compute"
         metrics.prompt_tokens_by_source.labels(*labels, source).inc(num_prompt - num_cached)
-        metrics.prompt_tokens_by_source.labels(*labels, "local_cache_hit").inc(num_cached)
+        metrics.prompt_tokens_by_source.labels(*labels, "local_cache_hit").inc(num_device)
         metrics.prefix_queries_tokens.labels(*labels).inc(num_prompt)
-        metrics.prefix_hits_tokens.labels(*labels).inc(num_cached)
+        metrics.prefix_hits_tokens.labels(*labels).inc(num_device)
+        for tier, num_tokens in {"device": num_device, **by_tier}.items():
+            metrics.cached_tokens.labels(*labels, tier).inc(num_tokens)
+        if num_below or engine.has_tiers:
+            metrics.prompt_tokens_by_source.labels(*labels, "external_kv_transfer").inc(num_below)
+            metrics.external_queries_tokens.labels(*labels).inc(num_prompt - num_device)
+            metrics.external_hits_tokens.labels(*labels).inc(num_below)
 
     def _ended(self, ended: RequestEnded) -> None:
         self._metrics.outcomes.labels(ended.outcome).inc()

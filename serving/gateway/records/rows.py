@@ -111,7 +111,7 @@ def _sizes(log: RequestLog) -> TableRow:
     """
     request, tokenized = log.request, log.last(RequestTokenized)
     if tokenized is None:
-        return None, fitting(request.n), fitting(request.max_tokens), None, None, 0, 0
+        return None, fitting(request.n), fitting(request.max_tokens), None, None, None, 0, 0
     usage = log.usage()
     return (
         log.finish_reason or None,
@@ -119,6 +119,7 @@ def _sizes(log: RequestLog) -> TableRow:
         tokenized.max_tokens,
         tokenized.num_prompt_tokens,
         usage.cached_tokens if log.has_begun else None,
+        sum(usage.cached_by_tier.values()) or None,
         usage.completion_tokens,
         log.times.num_retries,
     )

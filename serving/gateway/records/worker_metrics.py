@@ -12,7 +12,7 @@ from prometheus_client import Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from moonshard.rpc.link_pb2 import KvTransfer, WorkerLoad
+from moonshard.rpc.link_pb2 import KvStore, KvTier, KvTransfer, WorkerLoad
 from moonshard.serving.control.drafting.fit import DraftFit
 from moonshard.serving.control.routing.fleet import PREFILL_ROLES
 from moonshard.serving.gateway.records.metrics import LABELS, GatewayMetrics
@@ -78,6 +78,32 @@ _SLAB_STATES: dict[str, Callable[[KvTransfer], int]] = {
     "leased": lambda kv: kv.leased_slab_slots,
     "quarantined": lambda kv: kv.quarantined_slab_slots,
 }
+# Of the tiers below a device's pages, by workers that have some: of each worker, and of each of its tiers.
+_STORE_COUNTERS: dict[str, tuple[str, Callable[[KvStore], int]]] = {
+    "tier_late_fetches": (
+        "Times that requests began without what tiers were to give, as it did not come in time.",
+        lambda store: store.num_late_fetches,
+    ),
+    "tier_dropped_blocks": (
+        "Blocks of KV that no tier was given, as too many waited to be written.",
+        lambda store: store.num_dropped_blocks,
+    ),
+    "tier_lost_blocks": (
+        "Blocks of KV that no tier was given, as the device needed their pages first.",
+        lambda store: store.num_lost_blocks,
+    ),
+}
+_TIER_COUNTERS: dict[str, tuple[str, Callable[[KvTier], int]]] = {
+    "tier_hits": ("Blocks of KV that a tier gave as they had been written.", lambda tier: tier.num_hits),
+    "tier_kept_blocks": ("Blocks of KV that a tier took.", lambda tier: tier.num_kept),
+    "tier_not_kept_blocks": (
+        "Blocks of KV that a tier did not take: it had no room, or its disk or network failed.",
+        lambda tier: tier.num_not_kept,
+    ),
+    "tier_evicted_blocks": ("Blocks of KV that a tier gave up to make room for others.", lambda tier: tier.num_evicted),
+    "tier_read_bytes": ("Bytes of KV that were read from a tier.", lambda tier: tier.read_bytes),
+    "tier_written_bytes": ("Bytes of KV that were written to a tier.", lambda tier: tier.written_bytes),
+}
 
 
 class WorkerCollector(Collector):
@@ -104,6 +130,7 @@ class WorkerCollector(Collector):
         yield from self._blocks()
         yield from self._start_times()
         yield from self._transfers()
+        yield from self._tiers()
         yield from self._draft_models()
         yield from self._vllm()
 
@@ -154,6 +181,34 @@ class WorkerCollector(Collector):
         yield from (failures, slots)
         handoffs = ((link, _load_now(link).kv_transfer.num_handoffs) for link in moving)
         yield self._gauge("handoffs", "Prompts on their way from one worker to another, reserved or sent.", handoffs)
+
+    def _tiers(self) -> Iterator[Metric]:
+        """Metrics of what lies below the devices' pages, for workers that have it."""
+        storing = [link for link in self._pool.links if link.last_load.HasField("kv_store")]
+        for name, (text, count) in _STORE_COUNTERS.items():
+            yield self._counter(name, text, ((link, count(link.last_load.kv_store)) for link in storing))
+        queued = ((link, _load_now(link).kv_store.num_queued_blocks) for link in storing)
+        yield self._gauge("tier_queued_blocks", "Blocks of KV that wait to be written to the tiers.", queued)
+        labels = ("worker", "tier")
+        counters = {
+            count: CounterMetricFamily(f"moonshard_{name}", text, labels=labels)
+            for name, (text, count) in _TIER_COUNTERS.items()
+        }
+        misses = CounterMetricFamily(
+            "moonshard_tier_misses",
+            "Blocks of KV that a tier was asked for and did not give.",
+            labels=(*labels, "cause"),
+        )
+        held = GaugeMetricFamily("moonshard_tier_held_bytes", "Bytes of KV that a tier holds.", labels=labels)
+        for link in storing:
+            for tier in link.last_load.kv_store.tiers:
+                for count, counter in counters.items():
+                    counter.add_metric((link.address, tier.name), count(tier))
+                for cause, num in sorted(tier.num_misses.items()):
+                    misses.add_metric((link.address, tier.name, cause), num)
+            for tier in _load_now(link).kv_store.tiers:
+                held.add_metric((link.address, tier.name), tier.held_bytes)
+        yield from (*counters.values(), misses, held)
 
     def _draft_models(self) -> Iterator[Metric]:
         """Of workers whose draft model's guesses were tried."""

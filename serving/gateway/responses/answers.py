@@ -14,6 +14,7 @@ from moonshard.rpc import inference_pb2 as pb
 from moonshard.rpc.status import InvalidArgument, Overloaded, RequestError
 from moonshard.serving.gateway.blocks import Block, Blocks, Change
 from moonshard.serving.gateway.openai.body import ABSENT
+from moonshard.serving.gateway.openai.responses import cached_object
 from moonshard.serving.gateway.pipeline.choice import CallsMade, PromptEvent
 from moonshard.serving.gateway.responses.body import ResponsesBody
 
@@ -154,7 +155,7 @@ def part(block: Block, text: str) -> dict[str, object]:
 def usage_object(usage: pb.Usage) -> dict[str, object]:
     return {
         "input_tokens": usage.prompt_tokens,
-        "input_tokens_details": {"cached_tokens": usage.cached_tokens},
+        "input_tokens_details": cached_object(usage),
         "output_tokens": usage.completion_tokens,
         "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,

@@ -8,7 +8,7 @@ import time
 from collections import deque
 from dataclasses import dataclass, field
 
-from moonshard.kv.prefix import split_names
+from moonshard.kv.prefix import Below, split_names
 from moonshard.rpc import link_pb2
 from moonshard.rpc.status import FailedPrecondition
 from moonshard.serving.control.dispatch.attempt import AttemptLeg
@@ -40,6 +40,7 @@ class _Heard:
     """What one session has told."""
 
     homes: tuple[Home, ...]
+    below: tuple[Home, Home]  # under which the index knows what is in tiers, as `Below` counts them
     prefixes: PrefixSubscriber
     unseen: deque[tuple[int, Reservation]] = field(default_factory=deque)  # and the number of its message
     is_asked: bool = True  # for a snapshot, which is on its way
@@ -77,8 +78,10 @@ class Knowledge:
         self.dispatcher.join(member)
         self._by_epoch[member.epoch] = session
         homes = member.homes
-        numbers = tuple(self._router.home_number(home) for home in homes)
-        self._heard[session] = _Heard(homes=homes, prefixes=PrefixSubscriber(self._router.index, numbers))
+        numbers = tuple(self._router.home_number(home) for home in (*homes, *_below(member)))
+        self._heard[session] = _Heard(
+            homes=homes, below=_below(member), prefixes=PrefixSubscriber(self._router.index, numbers)
+        )
         session.send(TELL_PREFIXES)
 
     def end(self, session: WorkerSession) -> None:
@@ -124,8 +127,18 @@ class Knowledge:
         reserved = load.reserved_tokens or [0] * len(held)
         for home, queued, active, coming in zip(heard.homes, queued_tokens, held, reserved, strict=False):
             self._router.report(home, queued + active + coming)
+        if load.HasField("kv_store"):
+            own, shared = heard.below
+            shares = load.kv_store.own_fetch_share, load.kv_store.shared_fetch_share
+            self._router.fetches(heard.homes, own, shared, *shares)
         said = MemberLoad(is_draining=load.draining, queued_tokens=queued_tokens, num_running=load.num_running)
         return self.dispatcher.fleet.report(session.address, said)
+
+
+def _below(member: Member) -> tuple[Home, Home]:
+    """The homes that stand for a worker's tiers: numbered on from its partitions, as the worker tells of them."""
+    own, shared = (Home(member.address, member.num_partitions + below) for below in Below)
+    return own, shared
 
 
 def _take_events(prefixes: PrefixSubscriber, epoch: int, events: link_pb2.PrefixEvents) -> bool:

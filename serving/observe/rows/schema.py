@@ -64,6 +64,7 @@ REQUESTS = Table(
         _optional("max_tokens", "int", "tokens"),
         _optional("prompt_tokens", "int", "tokens"),
         _optional("cached_tokens", "int", "tokens"),
+        _optional("tier_tokens", "int", "tokens"),
         Column("completion_tokens", "int", "tokens"),
         Column("num_retries", "int"),
         _optional("prefill_worker", "text"),

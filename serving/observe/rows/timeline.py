@@ -20,7 +20,7 @@ type TimelineEvent = dict[str, Any]
 _GATEWAYS, _PREFILL, _TRANSFERS, _DECODE = range(4)  # the order of the processes
 _DEVICE, _HOST = 1, 2  # rows of a worker
 _ARGUMENTS = (
-    *("outcome", "error", "prompt_tokens", "cached_tokens", "completion_tokens", "num_retries"),
+    *("outcome", "error", "prompt_tokens", "cached_tokens", "tier_tokens", "completion_tokens", "num_retries"),
     *("prefill_worker", "decode_worker", "is_local_prefill", "lost_ns", "decode_queue_ms"),
     *("wire_ms", "handoff_gap_ms"),
 )

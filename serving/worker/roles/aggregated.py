@@ -11,7 +11,7 @@ class AggregatedRole(Role):
     name = "both"
 
     def __init__(self, parts: Parts):
-        self._requests = ServedRequests(parts.engine, parts.spans, parts.limits)
+        self._requests = ServedRequests(parts.engine, parts.spans, parts.limits, parts.came)
 
     def run(self, run: link_pb2.Run, link: Link) -> None:
         self.check_open()

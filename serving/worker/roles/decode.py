@@ -33,7 +33,7 @@ class DecodeRole(Role):
     def __init__(self, parts: Parts, plane: KvPlane, config: Config):
         self._parts = parts
         self._plane = plane
-        self._requests = ServedRequests(parts.engine, parts.spans, parts.limits)
+        self._requests = ServedRequests(parts.engine, parts.spans, parts.limits, parts.came)
         self.handoffs = DecodeHandoffs(
             handoff_config(config, plane.endpoint.num_cells),
             engine=parts.engine,

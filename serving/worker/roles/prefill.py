@@ -29,6 +29,7 @@ class PrefillRole(Role):
             quarantine_s=kv.quarantine_s,
             spans=parts.spans,
             on_fault=parts.engine.fail,
+            came=parts.came,
         )
 
     # ---- what a gateway asks

@@ -11,10 +11,11 @@ from moonshard.serving.worker.spans import WorkerSpans
 
 
 class ServedRequests:
-    def __init__(self, engine: Engine, spans: WorkerSpans, limits: wire.Limits):
+    def __init__(self, engine: Engine, spans: WorkerSpans, limits: wire.Limits, came: wire.Came):
         self._engine = engine
         self._spans = spans
         self._limits = limits
+        self._came = came
         self._links: dict[bytes, Link] = {}
 
     def submit(self, run: link_pb2.Run, link: Link) -> None:
@@ -46,7 +47,7 @@ class ServedRequests:
         by_link: Outputs = {}
         for item in report.emitted:
             link = self._links[item.output.sequence.request_id]
-            by_link.setdefault(link, []).append(wire.sequence_output(item))
+            by_link.setdefault(link, []).append(wire.sequence_output(item, self._came))
         for request_id in report.ended:
             if self._links.pop(request_id, None) is not None:
                 self._spans.end(request_id)

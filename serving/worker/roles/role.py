@@ -14,7 +14,7 @@ from moonshard.serving.engine.engine import Engine
 from moonshard.serving.engine.events import StepReport
 from moonshard.serving.transfer.endpoint import Endpoint
 from moonshard.serving.wire.link import Link
-from moonshard.serving.wire.requests import Limits
+from moonshard.serving.wire.requests import Came, Limits
 from moonshard.serving.worker.spans import WorkerSpans
 
 type Outputs = dict[Link, list[link_pb2.SequenceOutput]]
@@ -30,6 +30,7 @@ class Parts:
     spans: WorkerSpans
     limits: Limits
     epoch: int  # the worker's
+    came: Came = lambda request_id: {}  # the tokens of its prompt that came from tiers below the device's pages
 
 
 class Role(ABC):

@@ -97,6 +97,7 @@ class Script:
     failure: link_pb2.Failed | None = None  # instead of a first token, of any Run
     fail_after_tokens: int | None = None
     cached_tokens: int = 0
+    cached_by_tier: dict[str, int] = field(default_factory=dict)
     may_step: asyncio.Event = field(default_factory=asyncio.Event)  # cleared: no step of any request
     pace_s: float = 0.0  # what a step takes
     max_tokens_sent: int | None = None  # then silence, until may_step is set anew or the request is cancelled
@@ -148,7 +149,11 @@ class Generation:
         token = self._script.next_token(choice, last, len(run.prompt_tokens) + len(tokens))
         tokens.append(token)
         output = link_pb2.SequenceOutput(
-            request_id=run.request_id, choice=choice, token_ids=[token], cached_tokens=self._script.cached_tokens
+            request_id=run.request_id,
+            choice=choice,
+            token_ids=[token],
+            cached_tokens=self._script.cached_tokens,
+            cached_by_tier=self._script.cached_by_tier,
         )
         if run.HasField("logprobs"):
             output.logprobs.append(_logprobs(token, run.logprobs))

@@ -15,6 +15,7 @@ from typing import Literal
 
 from moonshard.kv.inproc import InprocNetwork, InprocTransport
 from moonshard.kv.slab import Slab
+from moonshard.kv.store.stack import TierStack
 from moonshard.kv.transfer import Transport
 from moonshard.rpc import link_pb2
 from moonshard.serving.config.keys import (
@@ -141,6 +142,7 @@ class Answer:
     logprobs: dict[int, list[float]] = field(default_factory=dict)
     finish: dict[int, int] = field(default_factory=dict)
     num_cached: int = 0
+    by_tier: dict[str, int] = field(default_factory=dict)  # of these, from tiers below the device's pages
     phases: link_pb2.WorkerPhases = field(default_factory=link_pb2.WorkerPhases)
     first_tokens_came_before_last_chunk: bool | None = None
     cause: m.Cause | None = None
@@ -152,6 +154,7 @@ class Answer:
         self.logprobs.setdefault(output.choice, []).extend(position.chosen.logprob for position in output.logprobs)
         self.phases.MergeFrom(output.phases)
         self.num_cached = max(self.num_cached, output.cached_tokens)
+        self.by_tier |= output.cached_by_tier
         if output.finish_reason:
             self.finish[output.choice] = output.finish_reason
 
@@ -312,6 +315,7 @@ async def running(
     short_share: float = 0.5,
     folder: Path = FOLDER,
     speculation: SpeculationConfig = NO_GUESSES,
+    tiers: tuple[TierStack | None, TierStack | None] = (None, None),
     **kv: object,
 ) -> AsyncIterator[Pair]:
     """A pair that serves; afterwards every pool and slab must be as it began."""
@@ -321,8 +325,8 @@ async def running(
     prefill_end, decode_end = make()
     config = pd_config(dtype, meshes, short_share, folder, speculation, **kv)
     models = (loaded(role, dtype, meshes, folder, speculation) for role in ("prefill", "decode"))
-    prefill = _worker(config, "prefill", prefill_end, num_slab_cells, next(models), prefill_spans)
-    decode = _worker(config, "decode", decode_end, num_slab_cells, next(models), decode_spans)
+    prefill = _worker(config, "prefill", prefill_end, num_slab_cells, next(models), prefill_spans, tiers[0])
+    decode = _worker(config, "decode", decode_end, num_slab_cells, next(models), decode_spans, tiers[1])
     for worker in (prefill, decode):
         worker.start()
     pair = Pair(prefill, decode)
@@ -344,6 +348,7 @@ def _worker(
     num_slab_cells: int,
     model: LoadedModel,
     spans: WorkerSpans,
+    tiers: TierStack | None,
 ) -> Worker:
     """`num_slab_cells` are each partition's."""
     plane = KvPlane(
@@ -354,7 +359,7 @@ def _worker(
         fingerprint=model.fingerprint,
         num_partitions=model.pool.num_partitions,
     )
-    return Worker(config, role, model, CompilationCounter(), plane, spans=spans)
+    return Worker(config, role, model, CompilationCounter(), plane, tiers, spans=spans)
 
 
 def prefill_handoffs(worker: Worker) -> PrefillHandoffs:

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moonshard.kv.blocks import BlockPool
-from moonshard.kv.prefix import PrefixCache, block_names, root_name, split_names
+from moonshard.kv.prefix import Below, PrefixCache, block_names, root_name, split_names
 from moonshard.rpc import link_pb2
 from moonshard.serving.control.routing.prefix_index import PrefixChange, PrefixIndex, PrefixSubscriber
 from moonshard.serving.worker import prefix_feed
@@ -51,17 +51,22 @@ def run(cache: PrefixCache, pool: BlockPool, partition: int, tokens: list[int]) 
 def test_a_listener_knows_what_the_cache_knows(max_events: int, prompts, listens):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("moonshard.kv.prefix.MAX_EVENTS", max_events)
+        patch.setattr("moonshard.kv.prefix.MAX_BELOW", 5)
         patch.setattr(prefix_feed, "MAX_EVENTS_AT_ONCE", 3)
         pool = BlockPool(2, 6, SIZE)
-        cache, listener = PrefixCache(pool), Listener(2)
-        feed = PrefixFeed(cache, 2)
+        cache = PrefixCache(pool)
+        listener = Listener(cache.num_spaces)
+        feed = PrefixFeed(cache)
         assert feed.news() is None  # nobody asked
         listener.take(feed.snapshot())
         for (partition, tokens), is_listening in zip(prompts, listens, strict=False):
             run(cache, pool, partition, tokens)
+            names = block_names(root_name(b""), tokens, SIZE)
+            cache.note_below(Below(partition), names, is_known=len(tokens) % 3 > 0)
             while is_listening and (news := feed.news()) is not None:
                 listener.take(news)
         while (news := feed.news()) is not None:
             listener.take(news)
-        for partition in range(2):
-            assert listener.index.known(partition) == set(cache.snapshot(partition))
+        for space in range(cache.num_spaces):
+            assert listener.index.known(space) == set(cache.snapshot(space))
+            assert space < 2 or len(cache.snapshot(space)) <= 5

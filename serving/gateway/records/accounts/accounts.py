@@ -73,6 +73,7 @@ class RequestAccount:
                 model=accounts.model,
                 outcome=self._log.finish_reason if ended.is_complete else ended.outcome,
                 usd=accounts.prices.usd(**tokens),
+                cached_by_tier=dict(usage.cached_by_tier),
                 **tokens,
             )
             accounts.ledger.add(row)

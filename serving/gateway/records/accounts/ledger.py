@@ -15,7 +15,7 @@ import stat
 import threading
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +49,7 @@ class LedgerRow:
     cached_tokens: int
     completion_tokens: int
     usd: float
+    cached_by_tier: dict[str, int] = field(default_factory=dict)  # of the cached, from tiers below a device's pages
 
     @property
     def day(self) -> str:
@@ -220,15 +221,18 @@ def _claim(file: int, path: Path) -> None:
 
 
 def read_ledger(path: Path) -> Iterator[LedgerRow]:
-    """The rows of a file, also while it is written to. LedgerError for a line that is no row."""
-    names = {field.name for field in fields(LedgerRow)}
+    """The rows of a file, also while it is written to. LedgerError for a line that is no row.
+
+    A row that was written before it was said what tiers gave has nothing of these.
+    """
+    names = {each.name for each in fields(LedgerRow)}
     with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if not line.endswith(b"\n"):
                 return  # being written
             try:
                 raw: Any = json.loads(line)
-                if not isinstance(raw, dict) or raw.keys() != names:
+                if not isinstance(raw, dict) or not raw.keys() <= names:
                     raise LedgerError("not a row of a ledger")
                 yield msgspec.convert(raw, LedgerRow)
             except (ValueError, RecursionError, msgspec.ValidationError) as error:

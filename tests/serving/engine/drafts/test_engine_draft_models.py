@@ -65,7 +65,7 @@ def _drafted(kind: str, folder: Path) -> tuple[OpenDraft, Callable[[], Drafting]
     checkpoint, model = open_model(target)
     tensors, draft = open_draft(own, model, checkpoint)
     (group,) = model.kv_groups("float32")
-    opened = OpenDraft(model=draft, tensors=tensors, target=group, dtype="float32")
+    opened = OpenDraft(model=draft, tensors=tensors, target=group, dtype="float32", fingerprint="")
     return opened, lambda: loaded_draft(own, target)
 
 

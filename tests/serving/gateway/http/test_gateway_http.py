@@ -51,6 +51,15 @@ async def test_a_completion_holds_the_workers_tokens_and_counts_them(http: httpx
     assert body["system_fingerprint"] == "fp_ffffffffffff"
 
 
+async def test_what_was_not_in_a_devices_pages_is_told_by_tier(http: httpx.AsyncClient, worker: FakeWorker):
+    worker.script.cached_tokens, worker.script.cached_by_tier = 2, {"ssd": 1, "host": 1}
+    one = (await http.post("/v1/completions", json=BASE)).json()["usage"]["prompt_tokens_details"]
+    assert one == {"cached_tokens": 2, "cached_tokens_details": {"device": 0, "host": 1, "ssd": 1}}
+    several = BASE | {"prompt": [PROMPT, PROMPT, [1]]}  # of the last nothing can have been found
+    all_of_them = (await http.post("/v1/completions", json=several)).json()["usage"]["prompt_tokens_details"]
+    assert all_of_them == {"cached_tokens": 4, "cached_tokens_details": {"device": 0, "host": 2, "ssd": 2}}
+
+
 async def test_a_stream_says_what_the_whole_says(http: httpx.AsyncClient):
     whole = (await http.post("/v1/chat/completions", json=CHAT)).json()["choices"][0]
     events = events_of((await http.post("/v1/chat/completions", json=CHAT | {"stream": True})).text)

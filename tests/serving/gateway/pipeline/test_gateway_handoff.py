@@ -165,7 +165,9 @@ async def test_cached_tokens_are_those_that_the_worker_found_that_computed_the_p
 ):
     async with AsyncClient(running.grpc) as client:
         prefill.script.cached_tokens, decode.script.cached_tokens = 16, 32
-        assert (await client.generate(PROMPT, max_tokens=4)).usage.cached_tokens == 16
+        prefill.script.cached_by_tier, decode.script.cached_by_tier = {"store": 16}, {"host": 32}
+        usage = (await client.generate(PROMPT, max_tokens=4)).usage
+        assert (usage.cached_tokens, usage.cached_by_tier) == (16, {"store": 16})
         prefill.script.cached_tokens, decode.script.cached_tokens = 32, 0
         assert (await client.generate(PROMPT, max_tokens=4)).usage.cached_tokens == 32
 

@@ -23,6 +23,12 @@ def sent(at_ns: int) -> AttemptSent:
     return AttemptSent(worker_index=0, assignment=ASSIGNMENT, at_ns=at_ns)
 
 
+def found(at_ns: int, num_cached: int, **by_tier: int) -> TokensArrived:
+    """A token of a prompt of which so much was found, some of it in tiers."""
+    output = link_pb2.SequenceOutput(token_ids=[1], cached_tokens=num_cached, cached_by_tier=by_tier)
+    return TokensArrived(at_ns, output, pb.Delta(token_ids=[1]))
+
+
 def arrived(at_ns: int, choice: int = 0, *, is_last: bool = False, **phases_ms: float) -> TokensArrived:
     """One token that arrives and is sent to the client."""
     finish_reason = pb.FINISH_REASON_LENGTH if is_last else pb.FINISH_REASON_UNSPECIFIED

@@ -66,8 +66,10 @@ async def counted(http: httpx.AsyncClient) -> Tokens:
         return int(sum(value for (of, *by), value in found.items() if of == name and {*labels} <= {*by}))
 
     sources = "vllm:prompt_tokens_by_source_total"
-    cached, prompt = counter("vllm:prefix_cache_hits_total"), counter("vllm:prompt_tokens_total")
-    assert (counter(sources, "local_cache_hit"), counter(sources)) == (cached, prompt)
+    on_device, prompt = counter("vllm:prefix_cache_hits_total"), counter("vllm:prompt_tokens_total")
+    assert (counter(sources, "local_cache_hit"), counter(sources)) == (on_device, prompt)
+    cached = on_device + counter("vllm:external_prefix_cache_hits_total")
+    assert counter("moonshard_cached_tokens_total") == cached
     return prompt, cached, counter("vllm:generation_tokens_total")
 
 
@@ -96,6 +98,37 @@ async def test_answers_metrics_and_ledger_add_up_to_the_same(worker: FakeWorker,
     assert sum(row.usd for row in rows) == pytest.approx(
         sum((prompt - cached) * 0.6 + cached * 0.1 + completion * 3 for prompt, cached, completion in usages) / 1e6
     )
+
+
+async def test_answers_metrics_and_ledger_say_the_same_of_what_slower_tiers_gave(worker: FakeWorker, ledger: Path):
+    worker.load.kv_store.SetInParent()
+    said = (({"host": 2}, 3), ({"host": 1, "ssd": 1}, 2), ({"ssd": 4}, 4), ({}, 1), ({"store": 1}, 0))
+    told_of = list[dict[str, int]]()
+    async with gateway(worker, ledger) as (running, http), AsyncClient(running.grpc) as client:
+        for worker.script.cached_by_tier, worker.script.cached_tokens in said:
+            usage = (await http.post("/v1/completions", json=ASKED)).json()["usage"]["prompt_tokens_details"]
+            streamed = events_of((await http.post("/v1/completions", json=STREAMED)).text)[-1]["usage"]
+            assert streamed["prompt_tokens_details"] == usage
+            by_tier = usage.get("cached_tokens_details", {"device": usage["cached_tokens"]})
+            assert sum(by_tier.values()) == usage["cached_tokens"]
+            told_of.append(by_tier)
+            of_grpc = (await client.generate(ASKED["prompt"], max_tokens=3)).usage
+            on_device = of_grpc.cached_tokens - sum(of_grpc.cached_by_tier.values())
+            assert {"device": on_device, **of_grpc.cached_by_tier} == by_tier
+        found = await samples(http)
+        _, cached, _ = await counted(http)
+    assert told_of == [
+        *({"device": 1, "host": 2}, {"device": 0, "host": 1, "ssd": 1}),
+        *({"device": 0, "ssd": 3}, {"device": 1}, {"device": 0}),
+    ]
+    summed = {tier: 3 * sum(each.get(tier, 0) for each in told_of) for tier in ("device", "host", "ssd")}
+    assert {tier: found["moonshard_cached_tokens_total", "0", "kimi", tier] for tier in summed} == summed
+    external = [found[f"vllm:external_prefix_cache_{name}_total", "0", "kimi"] for name in ("queries", "hits")]
+    assert external == [3 * 5 * 4 - summed["device"], summed["host"] + summed["ssd"]]
+    rows = list(read_ledger(ledger))
+    of_rows = [{"device": row.cached_tokens - sum(row.cached_by_tier.values()), **row.cached_by_tier} for row in rows]
+    assert of_rows == [each for each in told_of for _ in range(3)]
+    assert sum(row.cached_tokens for row in rows) == cached
 
 
 async def test_rows_cost_what_the_price_table_of_the_file_says(worker: FakeWorker, tmp_path: Path, ledger: Path):
@@ -182,6 +215,8 @@ async def test_the_three_are_the_same_wherever_a_prompt_is_prefilled_and_whoever
     workers = [prefill_worker(1), prefill_worker(2), decode_worker(1), decode_worker(2)]
     for worker in workers:
         worker.script.cached_tokens = 16 if worker.welcome.role == "prefill" else 32
+        if worker.welcome.role == "prefill":
+            worker.load.kv_store.SetInParent()  # it has tiers, and they have nothing of this
     mortal = [worker for worker in workers if worker.welcome.role == dies]
     for worker in mortal:
         worker.script.points.hold(at)
@@ -197,6 +232,9 @@ async def test_the_three_are_the_same_wherever_a_prompt_is_prefilled_and_whoever
             (await first_to_reach(at, mortal)).die()
         answer = await asking
         used = await counted(http)
+        found = await samples(http)
+    asked_of_tiers = [found[key] for key in found if key[0] == "vllm:external_prefix_cache_queries_total"]
+    assert asked_of_tiers == ([] if local else [len(PROMPT) - cached])
     usage = told(events_of(answer.text)[-1]["usage"] if stream else answer.json()["usage"])
     (row,) = read_ledger(ledger)
     assert usage == used == written([row]) == (len(PROMPT), cached, 2 * NUM_TOKENS)

@@ -17,18 +17,44 @@ from moonshard.serving.gateway.process import RunningGateway
 from tests.serving.gateway.fake_worker import NUM_BLOCKS, FakeWorker
 
 ASKED = {"model": "kimi", "prompt": [1, 2, 3], "max_tokens": 6}
+KV_TIER = link_pb2.KvTier(
+    name="host",
+    num_hits=1,
+    num_misses={"absent": 2, "timed_out": 3},
+    num_kept=4,
+    num_not_kept=5,
+    num_evicted=6,
+    read_bytes=7,
+    written_bytes=8,
+    held_bytes=9,
+)
+KV_STORE = link_pb2.KvStore(
+    tiers=[KV_TIER, link_pb2.KvTier(name="ssd", num_hits=20, held_bytes=21)],
+    num_late_fetches=10,
+    num_queued_blocks=11,
+    num_dropped_blocks=12,
+    num_lost_blocks=13,
+)
 # vLLM's names as boards and autoscalers spell them.
 VLLM_NAMES = {
     *("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc", "vllm:cache_config_info"),
     *("vllm:num_requests_waiting_by_reason", "vllm:prompt_tokens_by_source_total", "vllm:admission_rejections_total"),
     *("vllm:prompt_tokens_total", "vllm:generation_tokens_total", "vllm:request_success_total"),
     *("vllm:num_preemptions_total", "vllm:prefix_cache_queries_total", "vllm:prefix_cache_hits_total"),
+    *("vllm:external_prefix_cache_queries_total", "vllm:external_prefix_cache_hits_total"),
     *("vllm:time_to_first_token_seconds_bucket", "vllm:inter_token_latency_seconds_bucket"),
     *("vllm:request_time_per_output_token_seconds_bucket", "vllm:e2e_request_latency_seconds_bucket"),
     *("vllm:request_queue_time_seconds_bucket", "vllm:request_prefill_time_seconds_bucket"),
     *("vllm:request_decode_time_seconds_bucket", "vllm:request_inference_time_seconds_bucket"),
     *("vllm:request_prompt_tokens_bucket", "vllm:request_generation_tokens_bucket"),
     *("vllm:request_params_n_bucket", "vllm:request_params_max_tokens_bucket", "vllm:iteration_tokens_total_bucket"),
+}
+TIER_NAMES = {
+    *("moonshard_tier_hits_total", "moonshard_tier_misses_total", "moonshard_tier_kept_blocks_total"),
+    *("moonshard_tier_not_kept_blocks_total", "moonshard_tier_evicted_blocks_total", "moonshard_tier_read_bytes_total"),
+    *("moonshard_tier_written_bytes_total", "moonshard_tier_late_fetches_total"),
+    *("moonshard_tier_dropped_blocks_total", "moonshard_tier_lost_blocks_total"),
+    *("moonshard_tier_held_bytes", "moonshard_tier_queued_blocks", "moonshard_cached_tokens_total"),
 }
 
 LATENCIES = (
@@ -73,7 +99,8 @@ async def test_every_metric_moves_in_a_run_that_does_everything(
     http: httpx.AsyncClient, running: RunningGateway, worker: FakeWorker
 ):
     idle = await samples(http)
-    worker.script.cached_tokens = 1
+    worker.script.cached_tokens, worker.script.cached_by_tier = 2, {"host": 1}
+    worker.load.kv_store.CopyFrom(KV_STORE)
     worker.load.num_preemptions = 2
     worker.load.wasted_tokens = 4
     worker.load.overlapped_steps = 5
@@ -105,7 +132,7 @@ async def test_every_metric_moves_in_a_run_that_does_everything(
     await running.gateway.pool.wait_not_ready()
     busy = await samples(http)
     names = {key[0] for key in busy}
-    assert names >= VLLM_NAMES
+    assert names >= VLLM_NAMES | TIER_NAMES
     of_worker = {f"moonshard_worker_{name}" for name in ("start_seconds", "up", "info", "kernels")}
     still = {"vllm:cache_config_info", *of_worker}
     never = {"moonshard_worker_restarts_total", "moonshard_reserved_tokens"}  # nothing restarted, nothing is held now
@@ -131,6 +158,8 @@ async def test_counts_are_those_of_the_requests(http: httpx.AsyncClient, grpc_cl
     assert found["vllm:prefix_cache_hits_total", "0", "kimi"] == 2 + 2
     assert found["vllm:prompt_tokens_by_source_total", "0", "kimi", "local_cache_hit"] == 2 + 2
     assert found["vllm:prompt_tokens_by_source_total", "0", "kimi", "local_compute"] == 1 + 2
+    assert found["moonshard_cached_tokens_total", "0", "kimi", "device"] == 2 + 2
+    assert not any("external" in name or "moonshard_tier_" in name for name, *_ in found)  # there are no tiers
     assert found["vllm:request_success_total", "0", "length", "kimi"] == 3
     assert found["vllm:time_to_first_token_seconds_count", "0", "kimi"] == 2
     assert found["vllm:inter_token_latency_seconds_count", "0", "kimi"] == 5 + 2 * 4
@@ -184,6 +213,7 @@ async def test_a_worker_that_is_gone_runs_nothing_and_keeps_its_counts(
     http: httpx.AsyncClient, running: RunningGateway, worker: FakeWorker
 ):
     worker.load.num_waiting, worker.load.num_preemptions = 3, 4
+    worker.load.kv_store.CopyFrom(KV_STORE)
     await http.post("/v1/completions", json=ASKED)
     there = await samples(http)
     assert there["vllm:num_requests_running", "0", "kimi"] > 0
@@ -195,4 +225,9 @@ async def test_a_worker_that_is_gone_runs_nothing_and_keeps_its_counts(
     gauges = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
     assert [gone[name, "0", "kimi"] for name in gauges] == [0, 0, 0]
     assert gone["vllm:num_preemptions_total", "0", "kimi"] == 4
+    address = running.gateway.pool.links[0].address
+    assert there["moonshard_tier_held_bytes", "host", address] == 9
+    assert not any(name == "moonshard_tier_held_bytes" for name, *_ in gone)
+    assert [each["moonshard_tier_queued_blocks", address] for each in (there, gone)] == [11, 0]
+    assert gone["moonshard_tier_hits_total", "host", address] == 1
     assert not any(name in ("moonshard_used_blocks", "moonshard_free_blocks") for name, *_ in gone)

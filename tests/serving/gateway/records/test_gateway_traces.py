@@ -159,7 +159,10 @@ async def test_a_row_says_what_its_client_was_told(worker: FakeWorker, tmp_path:
     worker.script.cached_tokens = 2
     async with recorded(worker, tmp_path) as (running, _), AsyncClient(running.grpc) as client:
         told = await client.generate([1, 2, 3, 4], max_tokens=5, request_id="mine")
-    (row,) = requests_of(tmp_path).iter_rows(named=True)
+        worker.script.cached_by_tier = {"host": 1, "ssd": 8}
+        await client.generate([1, 2, 3, 4], max_tokens=5)
+    row, of_tiers = requests_of(tmp_path).iter_rows(named=True)
+    assert [(each["cached_tokens"], each["tier_tokens"]) for each in (row, of_tiers)] == [(2, None), (2, 2)]
     timing = told.timing
     assert (row["request_id"], row["finish_reason"], row["model"]) == ("mine", "length", "kimi")
     assert (row["prompt_tokens"], row["cached_tokens"], row["completion_tokens"]) == (4, 2, 5)
@@ -176,6 +179,7 @@ async def test_a_row_says_what_its_client_was_told(worker: FakeWorker, tmp_path:
 
 
 async def test_what_failed_was_refused_or_left_is_a_row_with_its_error(worker: FakeWorker, tmp_path: Path):
+    worker.script.cached_tokens, worker.script.cached_by_tier = 2, {"host": 1}
     async with recorded(worker, tmp_path, max_queued_requests=1) as (running, http):
         for body in (ASKED | {"prompt": []}, ASKED | {"max_tokens": 10**6}, ASKED | {"temperature": 7}):
             assert (await http.post("/v1/completions", json=body)).status_code == 400
@@ -214,6 +218,7 @@ async def test_what_failed_was_refused_or_left_is_a_row_with_its_error(worker: F
     assert (found["gateway_queue_ns"] == found["e2e_ns"]).to_list() == (~is_sent).to_list()
     assert (found["decode_ns"] > 0).to_list() == has_tokens.to_list()
     assert found["cached_tokens"].is_null().to_list() == (~has_tokens).to_list()
+    assert found["tier_tokens"].is_null().to_list() == (~has_tokens).to_list()
     assert (found["finish_ns"] > 0).to_list() == [o == "completed" for o in found["outcome"]]
     assert found["lost_ns"].is_null().to_list() == (~is_sent).to_list()
     assert found["worker_decode_ms"].is_not_null().to_list() == [o == "completed" for o in found["outcome"]]

@@ -10,6 +10,7 @@ from moonshard.serving.gateway.process import serving
 from tests.serving.gateway import fake_worker
 from tests.serving.gateway.conftest import make_config
 from tests.serving.gateway.fake_worker import FakeWorker
+from tests.serving.gateway.records.test_gateway_metrics import KV_STORE
 
 type Samples = dict[tuple[str, ...], float]
 
@@ -36,6 +37,7 @@ async def samples(gateway_config: GatewayConfig, kimi_folder) -> tuple[Samples, 
     prefill, decode = FakeWorker(role="prefill", epoch=b"p" * 16), FakeWorker(role="decode", epoch=b"d" * 16)
     for worker in (prefill, decode):
         worker.load.kv_transfer.CopyFrom(KV)
+    decode.load.kv_store.CopyFrom(KV_STORE)
     async with fake_worker.serving(prefill) as prefill_port, fake_worker.serving(decode) as decode_port:
         addresses = f"127.0.0.1:{prefill_port}", f"127.0.0.1:{decode_port}"
         config = make_config(gateway_config, kimi_folder, list(addresses))
@@ -66,6 +68,32 @@ async def test_the_kv_plane_of_each_worker_is_told(samples: tuple[Samples, str, 
     assert found["moonshard_handoffs", decode] == 1
     states = {key[1]: value for key, value in found.items() if key[0] == "moonshard_slab_slots" and key[2] == decode}
     assert states == {"free": 9, "used": 10, "leased": 11, "quarantined": 12}
+
+
+async def test_each_tier_of_a_worker_that_has_some_is_told(samples: tuple[Samples, str, str]):
+    found, prefill, decode = samples
+    of_tiers = {
+        (name.removeprefix("moonshard_tier_"), *labels): value
+        for (name, *labels), value in found.items()
+        if name.startswith("moonshard_tier_")
+    }
+    assert not any(prefill in labels for labels in of_tiers)
+    assert {key: value for key, value in of_tiers.items() if "ssd" not in key} == {
+        ("hits_total", "host", decode): 1,
+        ("misses_total", "absent", "host", decode): 2,
+        ("misses_total", "timed_out", "host", decode): 3,
+        ("kept_blocks_total", "host", decode): 4,
+        ("not_kept_blocks_total", "host", decode): 5,
+        ("evicted_blocks_total", "host", decode): 6,
+        ("read_bytes_total", "host", decode): 7,
+        ("written_bytes_total", "host", decode): 8,
+        ("held_bytes", "host", decode): 9,
+        ("late_fetches_total", decode): 10,
+        ("queued_blocks", decode): 11,
+        ("dropped_blocks_total", decode): 12,
+        ("lost_blocks_total", decode): 13,
+    }
+    assert (of_tiers["hits_total", "ssd", decode], of_tiers["held_bytes", "ssd", decode]) == (20, 21)
 
 
 async def test_only_workers_that_decode_are_engines_to_vllms_boards(samples: tuple[Samples, str, str]):

@@ -75,6 +75,16 @@ def test_rows_come_back_in_their_order_and_a_file_is_gone_on_with(tmp_path: Path
     assert (ledger.num_lost, ledger.num_failures) == (0, 0)
 
 
+def test_what_tiers_gave_comes_back_and_a_row_of_before_has_none(tmp_path: Path):
+    older = asdict(ROW)
+    del older["cached_by_tier"]
+    (tmp_path / "ledger").write_text(json.dumps(older) + "\n")
+    write(tmp_path / "ledger", added := [replace(ROW, cached_by_tier={"host": 48, "ssd": 16})])
+    assert list(read_ledger(tmp_path / "ledger")) == [ROW, *added]
+    assert ROW.cached_by_tier == {}
+    assert (tmp_path / "ledger").read_bytes().count(b"\n") == 2
+
+
 @pytest.mark.parametrize("room", [0, 1, 100, 500, 1000, 1001])
 def test_on_a_full_disk_what_is_there_is_whole_and_what_is_not_is_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, room: int
@@ -169,9 +179,13 @@ def test_a_line_that_is_being_written_is_left_for_later(tmp_path: Path):
 
 
 WRONG_TYPE = json.dumps(asdict(rows(1)[0]) | {"prompt_tokens": "many"}).encode()
+ONE_TOO_MANY = json.dumps(asdict(rows(1)[0]) | {"colour": "red"}).encode()
+ONE_TOO_FEW = json.dumps({name: value for name, value in asdict(rows(1)[0]).items() if name != "usd"}).encode()
 
 
-@pytest.mark.parametrize("line", [b"{", b"[]", b"{}", b'{"request_id": "x"}', b"\xff\xfe", WRONG_TYPE])
+@pytest.mark.parametrize(
+    "line", [b"{", b"[]", b"{}", b'{"request_id": "x"}', b"\xff\xfe", WRONG_TYPE, ONE_TOO_MANY, ONE_TOO_FEW]
+)
 def test_a_line_that_is_no_row_is_refused_with_its_number(tmp_path: Path, line: bytes):
     write(tmp_path / "ledger", rows(1))
     with (tmp_path / "ledger").open("ab") as file:

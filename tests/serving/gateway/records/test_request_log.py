@@ -8,6 +8,8 @@ from contextlib import suppress
 from functools import partial
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from moonshard.rpc.status import RequestError, Unavailable
 from moonshard.serving.gateway.records.events import (
@@ -23,7 +25,7 @@ from moonshard.serving.gateway.records.metrics import GatewayMetrics
 from moonshard.serving.gateway.records.request_metrics import RequestMetrics
 from moonshard.serving.gateway.refusals import LimitReached
 from moonshard.serving.gateway.request import GenerationRequest, TokenPrompt
-from tests.serving.gateway.records.logs import arrived, log_of, sent
+from tests.serving.gateway.records.logs import arrived, found, log_of, sent
 
 REQUEST = GenerationRequest(request_id="r", received_ns=7, prompt=TokenPrompt([1]))
 
@@ -135,6 +137,62 @@ def test_a_log_is_freed_with_its_request_though_that_failed():
         return held[0]
 
     assert fail()() is None
+
+
+@pytest.mark.parametrize(
+    ("num_prompt", "num_cached", "by_tier", "claimed"),
+    [
+        (100, 64, {}, {}),
+        (100, 64, {"ssd": 16, "host": 32}, {"host": 32, "ssd": 16}),
+        (64, 64, {"host": 16}, {"host": 15}),  # the device's 48 come first
+        (64, 64, {"ssd": 16, "store": 16, "host": 32}, {"host": 32, "store": 16, "ssd": 15}),
+        (100, 40, {"host": 32, "store": 32}, {"host": 32, "store": 8}),  # the scheduler did not find all of it
+        (100, 16, {"host": 32, "tape": 32}, {"host": 16}),
+        (100, 0, {"host": 32}, {}),
+    ],
+)
+def test_of_what_tiers_gave_the_last_of_the_slowest_is_claimed_last(
+    num_prompt: int, num_cached: int, by_tier: dict[str, int], claimed: dict[str, int]
+):
+    log = log_of(num_prompt_tokens=num_prompt)
+    log.append(sent(1))
+    assert log.usage().cached_by_tier == {}
+    log.append(found(2, num_cached, **by_tier))
+    log.append(found(3, 99, host=99))  # of a worker that goes on with it: the first one counts
+    assert list(log.cached_by_tier.items()) == list(claimed.items())  # the nearest first
+    assert log.usage().cached_by_tier == claimed
+
+
+@given(
+    num_prompt=st.integers(1, 300),
+    num_cached=st.integers(0, 400),
+    by_tier=st.dictionaries(st.sampled_from(["host", "store", "ssd", "tape"]), st.integers(0, 200)),
+)
+def test_tiers_never_claim_more_than_was_cached_nor_more_than_they_gave(
+    num_prompt: int, num_cached: int, by_tier: dict[str, int]
+):
+    metrics = GatewayMetrics("kimi")
+    log = log_of(partial(RequestMetrics, metrics), num_prompt_tokens=num_prompt)
+    log.append(sent(1))
+    log.append(found(2, num_cached, **by_tier))
+    usage, claimed = log.usage(), dict(log.usage().cached_by_tier)
+    assert sum(claimed.values()) <= usage.cached_tokens < num_prompt
+    assert all(0 < num <= by_tier[tier] for tier, num in claimed.items())
+    counted = {
+        sample.labels["tier"]: sample.value
+        for metric in metrics.registry.collect()
+        for sample in metric.samples
+        if sample.name == "moonshard_cached_tokens_total"
+    }
+    assert counted == claimed | {"device": usage.cached_tokens - sum(claimed.values())}
+    assert sum(counted.values()) == usage.cached_tokens
+    sources = [
+        sample.value
+        for metric in metrics.registry.collect()
+        for sample in metric.samples
+        if sample.name == "vllm:prompt_tokens_by_source_total"
+    ]
+    assert sum(sources) == num_prompt
 
 
 def test_tokens_are_counted_while_the_request_runs():

@@ -117,7 +117,7 @@ def test_whatever_steps_give_a_stream_adds_up_to_the_whole(steps: list[Step]):
 
 
 async def test_an_answer_is_its_thought_its_text_and_its_calls(client: openai.AsyncOpenAI, worker: FakeWorker):
-    worker.script.cached_tokens = 16
+    worker.script.cached_tokens, worker.script.cached_by_tier = 16, {"host": 12}
     said = tokens_of("Hm.</think>" + ANSWERS["text before"])
     say(worker, said)
     answer = await client.responses.create(**ASKED, metadata={"of": "mine"}, instructions="Be brief.")
@@ -135,6 +135,7 @@ async def test_an_answer_is_its_thought_its_text_and_its_calls(client: openai.As
     assert usage is not None
     assert usage.input_tokens == len(worker.runs[0].prompt_tokens)
     assert usage.input_tokens_details.cached_tokens == 16
+    assert usage.input_tokens_details.to_dict()["cached_tokens_details"] == {"device": 4, "host": 12}
     assert usage.output_tokens == len(said) + 1  # with the one that ends it
     assert usage.output_tokens_details.reasoning_tokens == len(tokens_of("Hm."))
     assert usage.total_tokens == usage.input_tokens + usage.output_tokens

@@ -102,7 +102,7 @@ async def test_what_comes_twice_counts_once(knowledge: Knowledge, told: Told):
     "message",
     [
         events(7, (0, NAMES[2], True)),
-        events(0, (2, NAMES[2], True)),
+        events(0, (4, NAMES[2], True)),
         link_pb2.WorkerMessage(prefix_events=link_pb2.PrefixEvents(partitions=[0], names=NAMES[2], is_known=[])),
         link_pb2.WorkerMessage(prefix_events=link_pb2.PrefixEvents(partitions=[0], names=b"", is_known=[True])),
     ],

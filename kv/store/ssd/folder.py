@@ -1,0 +1,158 @@
+"""A store's folder on a disk: whose it is, of which version and layout, and that one process has it.
+
+    <path>/moonshard-kv             says that all in here is of KV stores, and may be deleted while none runs
+    <path>/<digest of a layout>/    one store: identity.json, lock, table and payload
+
+Two models, or one with two layouts, can be given one path: each has its own sub-folder, with a limit of its own, and
+the disk has to have room for all of them. What no store put there is never touched: then the path is refused. The lock
+is the kernel's (flock), so it ends with its process however that ends; it means little on a network file system.
+What is in the table and the payload is known in `extents` and `disk`.
+"""
+
+import fcntl
+import os
+import tempfile
+from pathlib import Path
+
+import msgspec
+
+from moonshard.kv.store.ssd.extents import VERSION
+from moonshard.kv.store.ssd.faults import (
+    AnotherLayout,
+    AnotherVersion,
+    FolderInUse,
+    FolderUnusable,
+    ForeignFolder,
+    NotAFolder,
+    StoreError,
+)
+
+MARKER, IDENTITY, LOCK, TABLE, PAYLOAD = "moonshard-kv", "identity.json", "lock", "table", "payload"
+
+_MARKER_TEXT = b"KV blocks of moonshard. This folder may be deleted while no worker uses it; nothing else is lost.\n"
+_UNFINISHED = ".moonshard-"  # how names of files begin that were being written
+_BESIDE = "lost+found"  # in the root of many a disk
+
+
+class _Version(msgspec.Struct, frozen=True):
+    version: int
+
+
+class _Identity(msgspec.Struct, frozen=True, kw_only=True):
+    version: int
+    layout: str
+    block_bytes: int
+
+
+class Folder:
+    """One store's folder, locked by this process until it is closed."""
+
+    def __init__(self, path: Path, lock: int):
+        self.path = path
+        self._lock: int | None = lock
+
+    def open_file(self, name: str, flags: int = 0) -> int:
+        """A descriptor to read and write; OSError."""
+        return os.open(self.path / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | flags, 0o600)
+
+    def available_bytes(self) -> int:
+        """What the disk has free for this process, and what this store has already; OSError."""
+        disk = os.statvfs(self.path)
+        files = [self.path / name for name in (TABLE, PAYLOAD)]
+        return disk.f_bavail * disk.f_frsize + sum(file.stat().st_blocks * 512 for file in files if file.exists())
+
+    def close(self) -> None:
+        """Whoever asks next may have it."""
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+
+def open_folder(path: Path, *, layout: bytes, block_bytes: int) -> Folder:
+    """The folder of one layout's store, made where it is not there yet. Raises StoreError."""
+    identity = _Identity(version=VERSION, layout=layout.hex(), block_bytes=block_bytes)
+    try:
+        _claim(path)
+        return _open(path / identity.layout, identity)
+    except (FileExistsError, NotADirectoryError):
+        raise NotAFolder(path) from None
+    except OSError as error:
+        raise FolderUnusable(path, error) from error
+
+
+def _claim(path: Path) -> None:
+    path.mkdir(parents=True, exist_ok=True)
+    if MARKER not in os.listdir(path):
+        _check_no_others(path, {_BESIDE})
+        _write_whole(path / MARKER, _MARKER_TEXT)
+    elif (path / MARKER).read_bytes() != _MARKER_TEXT:
+        raise ForeignFolder(path, MARKER)
+
+
+def _open(path: Path, identity: _Identity) -> Folder:
+    path.mkdir(exist_ok=True)
+    if IDENTITY not in os.listdir(path):
+        _check_no_others(path, {LOCK})
+    folder = Folder(path, _take_lock(path))
+    try:
+        if IDENTITY not in os.listdir(path):
+            _write_whole(path / IDENTITY, msgspec.json.encode(identity))
+        _check_identity(path, identity)
+    except (StoreError, OSError):
+        folder.close()
+        raise
+    return folder
+
+
+def _check_no_others(path: Path, known: set[str]) -> None:
+    found = [name for name in os.listdir(path) if name not in known and not name.startswith(_UNFINISHED)]
+    if found:
+        raise ForeignFolder(path, min(found))
+
+
+def _check_identity(path: Path, expected: _Identity) -> None:
+    text = (path / IDENTITY).read_bytes()
+    try:
+        version = msgspec.json.decode(text, type=_Version).version
+        if version != expected.version:
+            raise AnotherVersion(path, found=version, known=expected.version)
+        found = msgspec.json.decode(text, type=_Identity)
+    except msgspec.DecodeError:
+        raise ForeignFolder(path, IDENTITY) from None
+    if found != expected:
+        raise AnotherLayout(path, found=_in_words(found), expected=_in_words(expected))
+
+
+def _in_words(identity: _Identity) -> str:
+    return f"blocks of {identity.block_bytes} bytes in layout {identity.layout}"
+
+
+def _take_lock(path: Path) -> int:
+    lock = os.open(path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.ftruncate(lock, 0)
+        os.pwrite(lock, str(os.getpid()).encode(), 0)
+    except BlockingIOError:
+        owner = os.pread(lock, 20, 0).decode(errors="replace")
+        os.close(lock)
+        raise FolderInUse(path, owner) from None
+    except OSError:
+        os.close(lock)
+        raise
+    return lock
+
+
+def _write_whole(path: Path, text: bytes) -> None:
+    """All of it is there, or no file of that name, whenever the process or the machine stops."""
+    descriptor, unfinished = tempfile.mkstemp(dir=path.parent, prefix=_UNFINISHED)
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    Path(unfinished).rename(path)
+    parent = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(parent)
+    finally:
+        os.close(parent)

@@ -1,0 +1,225 @@
+"""Requests that wait until blocks of their prompt came up from a tier: each is begun then, as if it came then.
+
+What is fetched lands in blocks that nobody else has, is noted in the prefix cache and released, and the request is
+begun: it finds them there like any others. A request waits no longer than `control.tiers.fetches` says, and what comes
+later than that is not landed. Until it is begun nothing of a request reaches the worker but its end.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from moonshard.kv.blocks import BlockPool
+from moonshard.kv.prefix import BlockName, PrefixCache
+from moonshard.kv.store.stack import Fetched, TierStack
+from moonshard.serving.control.batching.scheduler import Scheduler
+from moonshard.serving.control.tiers.fetches import UNKNOWN_WAIT_S, FetchPlan, FetchTimes, runs_of
+from moonshard.serving.engine.engine import Engine
+from moonshard.serving.wire.link import Link
+from moonshard.serving.worker.background import Background
+from moonshard.serving.worker.store.threads import Asked, TierThreads
+
+FIND_WAIT_S = 0.05  # for what the tiers say they have
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Wanted:
+    """A prompt that is about to be computed in a partition."""
+
+    partition: int
+    names: Sequence[BlockName]  # of its full blocks
+
+
+@dataclass(eq=False, frozen=True, slots=True)
+class _Waiting:
+    """One request's wait."""
+
+    link: Link
+    wanted: Wanted
+
+
+class FetchedFirst:
+    """The requests of all links that wait. On the event loop.
+
+    `as_pages` makes rows of bytes the array that `Engine.land` takes. `on_found` is told which tier has each
+    block of a chain, `on_fetched` which of them came up.
+    """
+
+    def __init__(
+        self,
+        *,
+        engine: Engine,
+        scheduler: Scheduler,
+        pool: BlockPool,
+        stack: TierStack,
+        times: FetchTimes,
+        threads: TierThreads,
+        as_pages: Callable[[np.ndarray], np.ndarray],
+        on_found: Callable[[Sequence[BlockName], Sequence[str | None]], None],
+        on_fetched: Callable[[Fetched], None],
+    ):
+        self._on_found = on_found
+        self._engine = engine
+        self._scheduler = scheduler
+        self._pool = pool
+        self._cache: PrefixCache = scheduler.cache
+        self._stack = stack
+        self._times = times
+        self._threads = threads
+        self._as_pages = as_pages
+        self._on_fetched = on_fetched
+        self._waiting: dict[bytes, _Waiting] = {}
+        self._leaders: dict[tuple[int, BlockName], asyncio.Future[None]] = {}  # who fetches from that block on
+        self._background = Background(engine.fail)
+        self.num_late = 0  # fetches that were not waited for to the end
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    def waiting_tokens(self, partition: int) -> int:
+        """How many tokens the prompts have that wait here: the scheduler does not know of them yet."""
+        waiting = [each.wanted for each in self._waiting.values() if each.wanted.partition == partition]
+        return sum(len(wanted.names) for wanted in waiting) * self._pool.block_size
+
+    def begin(self, request_id: bytes, wanted: Wanted, link: Link, begin: Callable[[dict[str, int]], None]) -> None:
+        """Calls `begin` with the tokens that came from each tier: now, where there is nothing to wait for.
+
+        A message that says the same again changes nothing. Of one that came over another link it is for whoever begins
+        it to say what is wrong.
+        """
+        if (waiting := self._waiting.get(request_id)) is not None and waiting.link is link:
+            return
+        if waiting is not None or not self._missing(wanted) or self._threads.is_full:
+            begin({})
+            return
+        waiting = self._waiting[request_id] = _Waiting(link, wanted)
+        self._background.spawn(self._fetch_first(request_id, waiting, begin))
+
+    def drop(self, request_id: bytes, link: Link) -> None:
+        """The request is over, where it waits and came over this link."""
+        if (waiting := self._waiting.get(request_id)) is not None and waiting.link is link:
+            del self._waiting[request_id]
+
+    def close_link(self, link: Link) -> None:
+        for request_id in [each for each, waiting in self._waiting.items() if waiting.link is link]:
+            del self._waiting[request_id]
+
+    # ---- what happens meanwhile
+
+    async def _fetch_first(self, request_id: bytes, waiting: _Waiting, begin: Callable[[dict[str, int]], None]) -> None:
+        wanted = waiting.wanted
+        await self._follow(wanted)
+        num_found = len(wanted.names) - len(self._missing(wanted))
+        fetched = await self._fetch(wanted.partition, wanted.names[num_found:])
+        if self._waiting.get(request_id) is not waiting:  # it ended, or is a later one of its id
+            return
+        del self._waiting[request_id]
+        landed = _NOTHING if fetched is None else self._land(wanted, num_found, fetched)
+        begin(landed.tokens)  # it holds at once what it finds, if it can be admitted
+        if landed.blocks:
+            self._pool.release(wanted.partition, landed.blocks[::-1])
+            self._engine.wake()
+
+    async def _follow(self, wanted: Wanted) -> None:
+        """Waits for another request that fetches the next block of this one's, too: it may bring all of them."""
+        missing = self._missing(wanted)
+        if missing and (leader := self._leaders.get((wanted.partition, missing[0]))) is not None:
+            wait_s = self._times.compute_s(len(missing) * self._pool.block_size) or UNKNOWN_WAIT_S
+            await asyncio.wait([leader], timeout=wait_s)
+
+    def _missing(self, wanted: Wanted) -> Sequence[BlockName]:
+        return wanted.names[len(self._cache.match(wanted.partition, wanted.names)) :]
+
+    async def _fetch(self, partition: int, chain: Sequence[BlockName]) -> Fetched | None:
+        """The first blocks of the chain that are worth it and came in time; None for none."""
+        if not chain or self._threads.is_full:
+            return None
+        found: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._leaders.setdefault((partition, chain[0]), found)
+        try:
+            tiers = await self._find(chain)
+            plan = self._times.plan(runs_of(tiers), self._tokens_ahead(partition), time.perf_counter())
+            return await self._fetch_planned(chain, plan) if plan.num_blocks and not self._threads.is_full else None
+        finally:
+            asyncio.get_running_loop().call_soon(found.set_result, None)  # once they have landed
+            if self._leaders.get((partition, chain[0])) is found:
+                del self._leaders[partition, chain[0]]
+
+    async def _find(self, chain: Sequence[BlockName]) -> Sequence[str | None]:
+        asked = self._threads.ask(self._stack.find, chain)
+        if not await asked.within(FIND_WAIT_S):
+            asked.give_up()
+            return ()
+        self._on_found(chain, asked.future.result())
+        return asked.future.result()
+
+    def _tokens_ahead(self, partition: int) -> int:
+        return self._engine.counters().queued_tokens[partition]
+
+    async def _fetch_planned(self, chain: Sequence[BlockName], plan: FetchPlan) -> Fetched | None:
+        asked_s = time.perf_counter()
+        tiers = [run.tier for run in plan.runs for _ in range(run.num_blocks)]
+        asked = self._threads.ask(self._stack.fetch, chain[: plan.num_blocks], tiers)
+        if plan.wait_s and await asked.within(plan.wait_s):
+            self._note(asked.future.result())
+            return asked.future.result()
+        self.num_late += plan.wait_s > 0
+        if plan.wait_s == 0 or not asked.give_up():
+            self._background.spawn(self._note_late(asked, plan, asked_s))
+        return None
+
+    async def _note_late(self, asked: Asked[Fetched], plan: FetchPlan, asked_s: float) -> None:
+        """Until it is known how long it takes, it takes as long as it has taken."""
+        if plan.wait_s:
+            self._times.fetched(plan.runs[0].tier, plan.num_blocks, time.perf_counter() - asked_s)
+        self._note(await asked.future)
+
+    def _note(self, fetched: Fetched) -> None:
+        for run in fetched.runs:
+            if run.num_blocks == run.num_asked:  # what failed says nothing of how long it takes
+                self._times.fetched(run.tier, run.num_blocks, run.seconds)
+
+    # ---- what came
+
+    def _land(self, wanted: Wanted, num_found: int, fetched: Fetched) -> "_Landed":
+        """Lands what the cache still lacks, as far as there is room. What it holds is the caller's to release."""
+        partition, cache = wanted.partition, self._cache
+        before = cache.match(partition, wanted.names)
+        end = num_found + len(fetched.names)
+        num_new = end - len(before)
+        if len(before) < num_found or num_new <= 0:
+            return _NOTHING  # what they are behind is gone, or all are known by now
+        cache.hold(partition, before)
+        blocks = self._pool.lease(partition, num_new) or ()
+        if blocks:
+            rows = fetched.blocks[len(before) - num_found :]
+            self._engine.land(partition, blocks, self._as_pages(rows), lambda: None)
+            self._pool.land(partition, blocks)
+            names = wanted.names
+            for index, block in enumerate(blocks, len(before)):
+                cache.note(partition, block, names[index], names[index - 1] if index else None)
+            self._on_fetched(fetched)
+        return _Landed(before + blocks, self._tokens_of(fetched, len(blocks)))
+
+    def _tokens_of(self, fetched: Fetched, num_landed: int) -> dict[str, int]:
+        """The tokens that came from each tier: those of the last blocks that were fetched."""
+        tiers = [run.tier for run in fetched.runs for _ in range(run.num_blocks)]
+        tokens = dict[str, int]()
+        for tier in tiers[len(tiers) - num_landed :]:
+            tokens[tier] = tokens.get(tier, 0) + self._pool.block_size
+        return tokens
+
+
+@dataclass(frozen=True, slots=True)
+class _Landed:
+    """Blocks that are held for a request that is about to begin, and the tokens that came from each tier."""
+
+    blocks: tuple[int, ...]
+    tokens: dict[str, int]
+
+
+_NOTHING = _Landed((), {})

@@ -1,0 +1,77 @@
+"""The tiers that a configuration asks for, opened for one worker's blocks."""
+
+import contextlib
+import hashlib
+import logging
+from pathlib import Path
+
+from moonshard.kv.store.host import HostTier
+from moonshard.kv.store.retention import S3Fifo
+from moonshard.kv.store.ssd.faults import FolderInUse, StoreError
+from moonshard.kv.store.ssd.files import FileTier
+from moonshard.kv.store.stack import TierStack
+from moonshard.kv.store.tier import Tier
+from moonshard.serving.config.keys import ConfigError, StoreConfig
+from moonshard.serving.engine.loading.model import LoadedModel
+
+FORMAT = "moonshard blocks 1"  # of a block's bytes: [layers, block_size, features], as `Engine.export` gives them
+LAYOUT_BYTES = 16
+MAX_WORKERS = 64  # that have files under one path
+
+logger = logging.getLogger(__name__)
+
+
+def open_tiers(config: StoreConfig, model: LoadedModel) -> TierStack | None:
+    """None where they are off, or where the model's blocks are never found again. Blocks.
+
+    ConfigError where a tier cannot be opened, by its key.
+    """
+    if not config.enabled:
+        return None
+    if not model.shapes.groups.is_plain:
+        logger.warning("kv.store: off, since the model has several KV groups or a window")
+        return None
+    tiers = list[Tier]()
+    if config.host_bytes:
+        tiers.append(_open_host(config.host_bytes, model.block_bytes))
+    if config.ssd_path is not None:
+        tiers.append(_open_files(config.ssd_path, config.ssd_bytes, model))
+    return TierStack(tiers)
+
+
+def layout_of(model: LoadedModel) -> bytes:
+    """What a block's bytes depend on besides its name, and never the mesh: `LAYOUT_BYTES`."""
+    block = model.layout.groups[0].block
+    said = (FORMAT, block.dtype, block.block_size, block.num_layers, block.num_features, model.draft_fingerprint)
+    return hashlib.sha256("\0".join(map(str, said)).encode()).digest()[:LAYOUT_BYTES]
+
+
+def _open_host(max_bytes: int, block_bytes: int) -> HostTier:
+    try:
+        return HostTier(block_bytes=block_bytes, max_bytes=max_bytes)
+    except ValueError as error:
+        raise ConfigError([f"kv.store.host_bytes: {error}"]) from error
+
+
+def _open_files(path: Path, max_bytes: int, model: LoadedModel) -> FileTier:
+    """In the first folder under `path` that no other worker has: so a worker that comes back finds what one had."""
+    folders = [path / f"worker-{index}" for index in range(MAX_WORKERS)]
+    with _by_its_key():
+        for folder in folders[:-1]:
+            with contextlib.suppress(FolderInUse):
+                return _open_folder(folder, max_bytes, model)
+        return _open_folder(folders[-1], max_bytes, model)
+
+
+def _open_folder(folder: Path, max_bytes: int, model: LoadedModel) -> FileTier:
+    return FileTier.open(
+        folder, block_bytes=model.block_bytes, layout=layout_of(model), max_bytes=max_bytes, policy=S3Fifo()
+    )
+
+
+@contextlib.contextmanager
+def _by_its_key():
+    try:
+        yield
+    except StoreError as error:
+        raise ConfigError([f"kv.store.ssd_path: {error}"]) from error

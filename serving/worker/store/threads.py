@@ -1,0 +1,86 @@
+"""The threads on which tiers are asked and written. A tier may hang: a few threads may hang with it, and no more."""
+
+import asyncio
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+
+MAX_HANGING = 4  # calls under way at once
+MAX_PENDING = 64  # calls that wait for a thread, or have one
+HANGING_S = 2.0  # without any call coming back
+LOW_PRIORITY = 19
+
+
+class TierThreads:
+    """`ask` runs what a request waits for, `write` what nobody waits for, one after another and behind all else.
+
+    On the event loop.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._asking = ThreadPoolExecutor(MAX_HANGING, thread_name_prefix="tier-ask")
+        self._writing = ThreadPoolExecutor(1, thread_name_prefix="tier-write", initializer=_give_way)
+        self._num_pending = 0
+        self.is_closed = False
+        self._came_s = clock()  # when the last call came back, or the first one went
+
+    @property
+    def is_full(self) -> bool:
+        """Whether nothing more may be asked: too much waits already, all threads seem to hang, or it is closed."""
+        hangs = self._num_pending >= MAX_HANGING and self._clock() - self._came_s > HANGING_S
+        return self.is_closed or hangs or self._num_pending >= MAX_PENDING
+
+    def ask[*Ts, T](self, work: Callable[[*Ts], T], *arguments: *Ts) -> "Asked[T]":
+        """Not to be called where it `is_full`."""
+        if not self._num_pending:
+            self._came_s = self._clock()
+        self._num_pending += 1
+        asked = Asked(self._asking.submit(work, *arguments))
+        asked.future.add_done_callback(self._came)
+        return asked
+
+    async def write[*Ts, T](self, work: Callable[[*Ts], T], *arguments: *Ts) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._writing, work, *arguments)
+
+    def write_behind(self, work: Callable[[], None]) -> None:
+        """As `write`, and nobody hears of its end."""
+        if not self.is_closed:
+            self._writing.submit(work)
+
+    def close(self) -> None:
+        """Does not wait for what hangs."""
+        self.is_closed = True
+        self._asking.shutdown(wait=False, cancel_futures=True)
+        self._writing.shutdown(wait=False, cancel_futures=True)
+
+    def _came[T](self, future: "asyncio.Future[T]") -> None:
+        self._num_pending -= 1
+        self._came_s = self._clock()
+        if not future.cancelled():
+            future.exception()  # it is told to whoever waits; where nobody does any more, to nobody
+
+
+class Asked[T]:
+    """A call that waits for a thread, or has one."""
+
+    def __init__(self, running: Future[T]):
+        self._running = running
+        self.future: asyncio.Future[T] = asyncio.wrap_future(running)
+
+    async def within(self, timeout_s: float) -> bool:
+        """Whether it has come back by then."""
+        await asyncio.wait([self.future], timeout=timeout_s)
+        return self.future.done()
+
+    def give_up(self) -> bool:
+        """It is not begun any more; False where it was: then it comes back some day."""
+        return self._running.cancel()
+
+
+def _give_way() -> None:
+    with contextlib.suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOW_PRIORITY)

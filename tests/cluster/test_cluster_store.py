@@ -1,0 +1,95 @@
+"""A prompt cache that outlives workers and deployments: real processes, killed and started again over their files."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from moonshard.rpc.types import Completion
+from moonshard.serving.control.sampling_parameters import Sampling
+from tests.agreement import assert_drawn_from, reference
+from tests.cluster.conftest import AGGREGATED, OVERRIDES, Cluster, running, wait_until
+from tests.engine_room import long_text
+from tests.sizes import BLOCK_SIZE
+
+pytestmark = [pytest.mark.xdist_group("cluster"), pytest.mark.timeout(300)]
+PROMPTS = [long_text(length, seed=length) for length in (65, 300)]
+NUM_BLOCKS = sum(len(prompt) // BLOCK_SIZE for prompt in PROMPTS)
+
+
+def with_files(folder: Path, **more: object) -> dict[str, object]:
+    key = folder / "cluster.key"
+    files = {"kv.store.enabled": "true", "kv.store.ssd_path": folder / "kv", "kv.store.ssd_bytes": 64 * 1024**2}
+    return {"cluster.key_file": key, "kv.store.host_bytes": 0, **files, **more}
+
+
+def ask(cluster: Cluster, prompt: list[int]) -> Completion:
+    with cluster.client() as client:
+        return client.generate(prompt, temperature=0, max_tokens=20, ignore_eos=True)
+
+
+def answers(cluster: Cluster) -> list[tuple[int, ...]]:
+    found = [ask(cluster, prompt) for prompt in PROMPTS]
+    for prompt, one in zip(PROMPTS, found, strict=True):
+        assert_drawn_from(reference(), prompt, list(one.choices[0].token_ids), Sampling(temperature=0.0))
+    return [one.choices[0].token_ids for one in found]
+
+
+def assert_found_again(cluster: Cluster, before: list[tuple[int, ...]]) -> None:
+    for prompt, expected in zip(PROMPTS, before, strict=True):
+        again = ask(cluster, prompt)
+        assert again.choices[0].token_ids == expected
+        assert again.usage.cached_tokens == len(prompt) // BLOCK_SIZE * BLOCK_SIZE
+        assert dict(again.usage.cached_by_tier) == {"ssd": again.usage.cached_tokens}
+
+
+def all_kept(cluster: Cluster) -> bool:
+    return cluster.metric("moonshard_tier_kept_blocks_total", tier="ssd") >= NUM_BLOCKS
+
+
+def test_a_killed_worker_and_a_new_deployment_find_prompts_again(tmp_path: Path):
+    with running(**with_files(tmp_path), **AGGREGATED) as cluster:
+        before = answers(cluster)
+        assert wait_until(lambda: all_kept(cluster), 30)
+        killed = cluster.pid("worker")
+        os.kill(killed, signal.SIGKILL)
+        assert wait_until(lambda: cluster.metric("moonshard_worker_up") == 0, 60)
+        assert wait_until(lambda: cluster.metric("moonshard_worker_up") == 1, 120)
+        assert_found_again(cluster, before)
+    with running(**with_files(tmp_path)) as apart:  # which finds what the aggregated worker wrote
+        assert_found_again(apart, before)
+        with apart.http() as http:
+            body = {"prompt": PROMPTS[0], "max_tokens": 2, "temperature": 0}
+            usage = http.post("/v1/completions", json=body).json()["usage"]
+        assert usage["prompt_tokens_details"] == {"cached_tokens": 64}  # on the device by now
+
+
+def test_what_waits_to_be_written_is_written_before_the_end(tmp_path: Path):
+    with running(**with_files(tmp_path), **AGGREGATED) as cluster:
+        before = answers(cluster)
+    with running(**with_files(tmp_path), **AGGREGATED) as cluster:
+        assert_found_again(cluster, before)
+
+
+@pytest.mark.parametrize(
+    ("prepare", "said"),
+    [
+        (lambda folder: (folder / "kv").write_text("a file"), "kv.store.ssd_path"),
+        (lambda folder: (folder / "kv/worker-0").mkdir(parents=True), "kv.store.ssd_path"),
+    ],
+    ids=["a file", "a stranger's"],
+)
+def test_a_path_that_cannot_be_used_ends_the_start_by_its_key(tmp_path: Path, prepare, said: str):
+    prepare(tmp_path)
+    if (tmp_path / "kv").is_dir():
+        (tmp_path / "kv/worker-0/thesis.txt").write_text("not ours")
+    argv = [sys.executable, "-m", "moonshard.serving.cli", "serve"]
+    for key, value in {**OVERRIDES, **with_files(tmp_path), **AGGREGATED}.items():
+        argv += ["--set", f"{key}={value}"]
+    ended = subprocess.run(argv, capture_output=True, text=True, timeout=120, check=False)
+    assert ended.returncode == 2
+    assert said in ended.stderr
+    assert str(tmp_path) in ended.stderr
