@@ -7,7 +7,15 @@ from pathlib import Path
 import numpy as np
 
 from moonshard.kv.blocks import BlockPool
-from moonshard.serving.config.keys import Config, DecodeConfig, GatewayConfig, KvConfig, ModelConfig, PrefillConfig, WorkerRole
+from moonshard.serving.config.keys import (
+    Config,
+    DecodeConfig,
+    GatewayConfig,
+    KvConfig,
+    ModelConfig,
+    PrefillConfig,
+    WorkerRole,
+)
 from moonshard.serving.control.batching.scheduler import Scheduler
 from moonshard.serving.control.plan import PrefillPlan
 from moonshard.serving.control.request import Request

@@ -104,7 +104,11 @@ def expected_names() -> set[str]:
         *(f"decode step, batch {b}, context {c}" for b in batches for c in contexts),
         *(f"{name}, batch {b}" for name in of_batch for b in batches),
         *(f"{what} after exec, {cache} cache" for what in ("ready", "first token") for cache in ("cold", "warm")),
-        *(f"peak memory until the first token, {r}, {c} cache" for r in ("gateway", "worker") for c in ("cold", "warm")),
+        *(
+            f"peak memory until the first token, {r}, {c} cache"
+            for r in ("gateway", "worker")
+            for c in ("cold", "warm")
+        ),
         *served_names(("gateway", "worker")),
     }
 
