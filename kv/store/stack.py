@@ -68,10 +68,14 @@ class TierStack:
                     found[index] = tier.name
         return found
 
-    def lacking(self, names: Sequence[BlockName]) -> set[BlockName]:
+    def lacking(self, chains: Iterable[Sequence[BlockName]]) -> set[BlockName]:
         """Those that some tier does not have."""
         return {
-            name for tier in self._tiers for name, is_here in zip(names, tier.find(names), strict=True) if not is_here
+            name
+            for chain in chains
+            for tier in self._tiers
+            for name, is_here in zip(chain, tier.find(chain), strict=True)
+            if not is_here
         }
 
     def fetch(self, chain: Sequence[BlockName], tiers: Sequence[str]) -> Fetched:

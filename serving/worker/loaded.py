@@ -62,6 +62,8 @@ def load(
     )
     with start.timings.phase("kv plane"):
         plane = None if role == "both" else open_plane(model)
-    with start.timings.phase("kv store"):
-        tiers = open_tiers(config.kv.store, model)
+    tiers = None
+    if config.kv.store.enabled:
+        with start.timings.phase("kv store"):
+            tiers = open_tiers(config.kv.store, model)
     return Loaded(model, plane, tiers, compilations)

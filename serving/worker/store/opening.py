@@ -22,12 +22,10 @@ logger = logging.getLogger(__name__)
 
 
 def open_tiers(config: StoreConfig, model: LoadedModel) -> TierStack | None:
-    """None where they are off, or where the model's blocks are never found again. Blocks.
+    """None where the model's blocks are never found again. Blocks.
 
     ConfigError where a tier cannot be opened, by its key.
     """
-    if not config.enabled:
-        return None
     if not model.shapes.groups.is_plain:
         logger.warning("kv.store: off, since the model has several KV groups or a window")
         return None

@@ -90,7 +90,8 @@ class WriteThrough:
             self._background.spawn(self._find_lacking(piece))
 
     async def _find_lacking(self, piece: Piece) -> None:
-        self._to_read = piece.only(await self._threads.write(self._stack.lacking, piece.names))
+        chains = [piece.names[chain] for chain in piece.chains()]
+        self._to_read = piece.only(await self._threads.write(self._stack.lacking, chains))
         self._read()
 
     def _read(self) -> None:
