@@ -7,11 +7,11 @@ the blocks that they know. The oracle is one cache without bound that sees all r
 
 import itertools
 import time
-from collections import OrderedDict
 from collections.abc import Container, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from moonshard.experiments.common.trace_file import BLOCK_TOKENS, TracedRequest
+from moonshard.experiments.replay.cache import ToldCache
 from moonshard.serving.control.routing.names import QUEUE_WEIGHT, PolicyName
 from moonshard.serving.control.routing.policies import policy_of
 from moonshard.serving.control.routing.router import Ask, Home, Router
@@ -41,38 +41,24 @@ class Replayed:
 
 @dataclass(slots=True)
 class _Worker:
-    """A worker's queue and its cache; it tells `router` what enters and leaves the cache."""
+    """A worker's queue and its cache."""
 
     home: Home
-    number: int
-    max_blocks: int | None
+    cache: ToldCache
     queued_tokens: float = 0.0
     computed_tokens: int = 0
-    blocks: OrderedDict[bytes, None] = field(default_factory=OrderedDict)  # least recently used first
 
     def drain(self, num_tokens: float) -> None:
         self.queued_tokens = max(0.0, self.queued_tokens - num_tokens)
 
-    def take(self, request: TracedRequest, names: Sequence[bytes], router: Router) -> int:
+    def take(self, request: TracedRequest, names: Sequence[bytes]) -> int:
         """Queues what it does not have of the request; returns how many of the first names it has."""
-        num_known = _num_known(names, self.blocks)
+        num_known = self.cache.num_known(names)
         left = max(1, request.input_tokens - num_known * BLOCK_TOKENS)
         self.queued_tokens += left
         self.computed_tokens += left
-        self.use(names, router)
+        self.cache.use(names)
         return num_known
-
-    def use(self, names: Sequence[bytes], router: Router) -> None:
-        """Marks names as used, the end of the chain first, so that it is also forgotten first."""
-        for name in reversed(names):
-            if name in self.blocks:
-                self.blocks.move_to_end(name)
-            else:
-                self.blocks[name] = None
-                router.index.add(self.number, name)
-        while self.max_blocks is not None and len(self.blocks) > self.max_blocks:
-            name, _ = self.blocks.popitem(last=False)
-            router.index.remove(self.number, name)
 
 
 def replay(requests: Sequence[TracedRequest], config: ReplayConfig) -> Replayed:
@@ -82,30 +68,25 @@ def replay(requests: Sequence[TracedRequest], config: ReplayConfig) -> Replayed:
     router = Router(queue_weight=config.queue_weight)
     choose = policy_of(config.policy)
     homes = tuple(Home(f"worker-{index}", 0) for index in range(config.num_workers))
-    workers = [_Worker(home, router.home_number(home), config.blocks_per_worker) for home in homes]
+    workers = [
+        _Worker(home, ToldCache(router.index, router.home_number(home), config.blocks_per_worker)) for home in homes
+    ]
     oracle: set[bytes] = set()
     num_hits = num_oracle_hits = num_blocks = 0
     took_s: list[float] = []
-    for request, names, elapsed_s in _in_time(requests):
+    for request, names, elapsed_s in in_time(requests):
         for worker in workers:
             worker.drain(elapsed_s * config.tokens_per_s)
             router.report(worker.home, round(worker.queued_tokens))
-        num_tokens = request.input_tokens
-        ask = Ask(
-            num_tokens=num_tokens,
-            num_prompt=num_tokens,
-            is_prefill=True,
-            names=names[: num_tokens // BLOCK_TOKENS],
-            block_size=BLOCK_TOKENS,
-        )
+        ask = ask_of(request, names)
         start_s = time.perf_counter()
         reservation = router.reserve(homes, ask, policy=choose, now_s=request.timestamp_ms / 1e3)
         took_s.append(time.perf_counter() - start_s)
         assert reservation is not None  # there are homes
         router.sent(reservation, now_s=request.timestamp_ms / 1e3)
         router.release(reservation)
-        num_hits += workers[homes.index(reservation.home)].take(request, names, router)
-        num_oracle_hits += _num_known(names, oracle)
+        num_hits += workers[homes.index(reservation.home)].take(request, names)
+        num_oracle_hits += num_known(names, oracle)
         oracle.update(names)
         num_blocks += len(names)
     loads = [worker.computed_tokens for worker in workers]
@@ -121,12 +102,23 @@ def replay(requests: Sequence[TracedRequest], config: ReplayConfig) -> Replayed:
     )
 
 
-def _num_known(names: Sequence[bytes], known: Container[bytes]) -> int:
+def ask_of(request: TracedRequest, names: Sequence[bytes]) -> Ask:
+    """What the router is told of it: the prefill alone, and the names of its full blocks."""
+    return Ask(
+        num_tokens=request.input_tokens,
+        num_prompt=request.input_tokens,
+        is_prefill=True,
+        names=names[: request.input_tokens // BLOCK_TOKENS],
+        block_size=BLOCK_TOKENS,
+    )
+
+
+def num_known(names: Sequence[bytes], known: Container[bytes]) -> int:
     """How many of the first names are known."""
     return sum(1 for _ in itertools.takewhile(known.__contains__, names))
 
 
-def _in_time(requests: Sequence[TracedRequest]) -> Iterator[tuple[TracedRequest, list[bytes], float]]:
+def in_time(requests: Sequence[TracedRequest]) -> Iterator[tuple[TracedRequest, list[bytes], float]]:
     """Each request with its blocks' names, and the seconds since the one before."""
     before_ms = requests[0].timestamp_ms
     for request in requests:
