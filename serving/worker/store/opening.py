@@ -6,7 +6,7 @@ import logging
 from pathlib import Path
 
 from moonshard.kv.store.host import HostTier
-from moonshard.kv.store.retention import S3Fifo
+from moonshard.kv.store.retention import Lru
 from moonshard.kv.store.ssd.faults import FolderInUse, StoreError
 from moonshard.kv.store.ssd.files import FileTier
 from moonshard.kv.store.stack import TierStack
@@ -63,7 +63,11 @@ def _open_files(path: Path, max_bytes: int, model: LoadedModel) -> FileTier:
 
 def _open_folder(folder: Path, max_bytes: int, model: LoadedModel) -> FileTier:
     return FileTier.open(
-        folder, block_bytes=model.block_bytes, layout=layout_of(model), max_bytes=max_bytes, policy=S3Fifo()
+        folder,
+        block_bytes=model.block_bytes,
+        layout=layout_of(model),
+        max_bytes=max_bytes,
+        policy=Lru(),  # experiments/replay/README.md compares
     )
 
 

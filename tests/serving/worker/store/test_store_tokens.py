@@ -13,6 +13,7 @@ from moonshard.kv.prefix import block_names
 from moonshard.kv.store.stack import TierStack
 from moonshard.rpc import link_pb2
 from moonshard.serving.control.sampling_parameters import Sampling
+from moonshard.serving.worker.store import fetching
 from moonshard.serving.worker.worker import Worker
 from moonshard.sharding.rules import DecodeRules
 from moonshard.sharding.shape import MeshShape
@@ -36,6 +37,12 @@ MESHES = {  # what writes, what reads
     ),
 }
 FEW = ("alone to data 2 expert 2",)
+
+
+@pytest.fixture(autouse=True)
+def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine may be so loaded that even a dictionary takes longer than is waited for otherwise."""
+    monkeypatch.setattr(fetching, "FIND_WAIT_S", 3.0)
 
 
 def a_tier() -> KeptTier:
