@@ -76,7 +76,7 @@ class TieredWorker:
     def report(self, now_s: float) -> None:
         """Tells the router what a worker's report does."""
         self._router.report(self.home, self.queued_tokens(now_s) + self._waiting_tokens)
-        shares = dict.fromkeys(Below, 0.0)
+        shares = dict.fromkeys(Below, 1.0)
         for tier in self._tiers:
             shares[self._below_of(tier)] = self._times.share(tier)
         self._router.fetches([self.home], self._own, self._shared, shares[Below.OWN], shares[Below.SHARED])
@@ -133,7 +133,7 @@ class TieredWorker:
         """How long all of it takes."""
         seconds = [self._tiers[run.tier].config.fetch_s(run.num_blocks) for run in plan.runs]
         if 0 < plan.wait_s < sum(seconds):
-            self._times.fetched(plan.runs[0].tier, plan.num_blocks, plan.wait_s)
+            self._times.fetched(plan.runs[-1].tier, plan.runs[-1].num_blocks, plan.wait_s)
         for run, took_s in zip(plan.runs, seconds, strict=True):
             self._times.fetched(run.tier, run.num_blocks, took_s)
         return sum(seconds)
@@ -168,7 +168,9 @@ class TieredWorker:
         while (piece := self._queue.take(PIECE_BLOCKS)) is not None:
             piece = piece.only(self._stack.lacking([piece.names[chain] for chain in piece.chains()]))
             rows = np.empty((len(piece.names), 0), np.uint8)
-            kept = self._stack.keep((piece.names[chain], rows[chain]) for chain in piece.chains() if piece.names)
+            kept = self._stack.keep(
+                (piece.parents[chain.start], piece.names[chain], rows[chain]) for chain in piece.chains()
+            )
             for tier, names_kept in kept.items():
                 self._below[self._below_of(tier)].use(names_kept)
 

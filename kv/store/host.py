@@ -1,4 +1,4 @@
-"""The tier in this process's own memory: one array of rows, and which block each has.
+"""The tier in this process's own memory: a slab, and which block each of its cells has.
 
 It ends with the process. What it holds is what the worker itself wrote or fetched a moment ago, so nothing is checked:
 the tiers below, whose bytes others could have changed, are.
@@ -8,10 +8,8 @@ import threading
 from collections import Counter
 from collections.abc import Sequence
 
-import numpy as np
-
 from moonshard.kv.prefix import BlockName
-from moonshard.kv.slab import Bytes
+from moonshard.kv.slab import Bytes, Slab
 from moonshard.kv.store.retention import Lru, Policy
 from moonshard.kv.store.tier import MissCause, TierCounters
 
@@ -19,22 +17,25 @@ from moonshard.kv.store.tier import MissCause, TierCounters
 class HostTier:
     """As many blocks as fit into `max_bytes`; which are lost first is the policy's, by default the least recently used.
 
-    Memory is taken as rows are first written. ValueError where not even one block fits.
+    Memory is taken as cells are first written. ValueError where not even one block fits, SlabTooLarge where the machine
+    has less left: `available_bytes`, where the caller knows.
     """
 
     name = "host"
     is_shared = False
 
-    def __init__(self, *, block_bytes: int, max_bytes: int, policy: Policy | None = None):
-        num_rows = max_bytes // block_bytes
-        if num_rows < 1:
+    def __init__(
+        self, *, block_bytes: int, max_bytes: int, available_bytes: int | None = None, policy: Policy | None = None
+    ):
+        num_cells = max_bytes // block_bytes
+        if num_cells < 1:
             raise ValueError(f"{max_bytes} bytes hold no block of {block_bytes}")
         self.block_bytes = block_bytes
-        self._rows = np.zeros((num_rows, block_bytes), np.uint8)  # promised now, taken row by row
-        self._free = list(range(num_rows))[::-1]
+        self._slab = Slab(num_cells, block_bytes, available_bytes=available_bytes)
+        self._free = list(range(num_cells))[::-1]
         self._used = dict[BlockName, int]()
         self._policy: Policy = policy or Lru()
-        self._lock = threading.Lock()  # held for as long as rows are copied: a fraction of a millisecond each
+        self._lock = threading.Lock()  # held while one block is copied at the longest: whoever counts waits for it
         self._counts = Counter[str]()
 
     @property
@@ -60,13 +61,13 @@ class HostTier:
     def fetch(self, names: Sequence[BlockName], out: Bytes) -> list[bool]:
         with self._lock:
             self._policy.touch(names)
-            return [self._copy(name, row) for name, row in zip(names, out, strict=True)]
+        return [self._copy(name, row) for name, row in zip(names, out, strict=True)]
 
     def keep(self, names: Sequence[BlockName], blocks: Bytes) -> list[bool]:
         with self._lock:
             self._policy.touch(names)
-            parents = (None, *names)
-            return [self._put(*each) for each in zip(names, parents, blocks, strict=False)]
+        parents = (None, *names)
+        return [self._put(*each) for each in zip(names, parents, blocks, strict=False)]
 
     def held(self) -> list[BlockName]:
         return []
@@ -83,28 +84,30 @@ class HostTier:
             self._used.clear()
 
     def _copy(self, name: BlockName, out: Bytes) -> bool:
-        row = self._used.get(name)
-        self._counts["absent" if row is None else "hits"] += 1
-        if row is not None:
-            out[:] = self._rows[row]
-        return row is not None
+        with self._lock:
+            cell = self._used.get(name)
+            self._counts["absent" if cell is None else "hits"] += 1
+            if cell is not None:
+                self._slab.copy_cell(cell, out)
+            return cell is not None
 
     def _put(self, name: BlockName, parent: BlockName | None, block: Bytes) -> bool:
         """Not where the block before it is not: it would not be found."""
-        if name in self._used:
+        with self._lock:
+            if name in self._used:
+                return True
+            cell = self._free_cell(parent) if parent is None or parent in self._used else None
+            if cell is None:
+                self._counts["not kept"] += 1
+                return False
+            self._slab.cell(cell)[:] = block
+            self._used[name] = cell
+            self._policy.insert(name, parent)
+            self._counts["kept"] += 1
             return True
-        row = self._free_row(parent) if parent is None or parent in self._used else None
-        if row is None:
-            self._counts["not kept"] += 1
-            return False
-        self._rows[row] = block
-        self._used[name] = row
-        self._policy.insert(name, parent)
-        self._counts["kept"] += 1
-        return True
 
-    def _free_row(self, parent: BlockName | None) -> int | None:
-        """A row for a block behind `parent`; None where only that could make room."""
+    def _free_cell(self, parent: BlockName | None) -> int | None:
+        """A cell for a block behind `parent`; None where only that could make room."""
         if self._free:
             return self._free.pop()
         before = None if parent is None else self._policy.retained(parent)

@@ -94,12 +94,14 @@ class TierStack:
                 break
         return Fetched(names=tuple(chain[:num_good]), blocks=blocks[:num_good], runs=tuple(runs))
 
-    def keep(self, chains: Iterable[tuple[Sequence[BlockName], Bytes]]) -> dict[str, list[BlockName]]:
-        """Every tier keeps what it does not have. The names that each has now."""
+    def keep(self, chains: Iterable[tuple[BlockName | None, Sequence[BlockName], Bytes]]) -> dict[str, list[BlockName]]:
+        """Every tier keeps what it does not have, of chains with the block before each. The names that it has now."""
         found: dict[str, list[BlockName]] = {tier.name: [] for tier in self._tiers}
-        for names, blocks in chains:
+        for parent, names, blocks in chains:
             for tier in self._tiers:
                 kept = tier.keep(names, blocks)
+                if parent is not None:
+                    tier.find((parent, *names))  # so that it knows what these are behind
                 found[tier.name] += [name for name, is_kept in zip(names, kept, strict=True) if is_kept]
         return found
 

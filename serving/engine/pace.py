@@ -3,6 +3,7 @@
 Which steps are measured is `engine`'s to say.
 """
 
+from moonshard.serving.engine.busy import BusyTime
 from moonshard.serving.engine.device import StepDone
 
 MIN_IN_FLIGHT = 2  # one runs, one waits behind it
@@ -22,13 +23,12 @@ class Pace:
         """Each stage of a pipeline beyond the first adds one: it can run a step of its own."""
         self._min_in_flight = MIN_IN_FLIGHT + num_stages - 1
         self.max_in_flight = self._min_in_flight
-        self._last_done_ns = 0
+        self._busy = BusyTime()
 
     def note(self, done: StepDone) -> None:
-        length_ns = done.done_ns - max(done.launched_ns, self._last_done_ns)
+        length_ns = self._busy.added_ns(done.launched_ns, done.done_ns)
         self.max_in_flight = self._min_in_flight + (length_ns < SHORT_STEP_NS)
-        self.skip(done)
 
     def skip(self, done: StepDone) -> None:
         """A step is done that says nothing of the others' length; the next one began to run no sooner than now."""
-        self._last_done_ns = done.done_ns
+        self._busy.added_ns(done.launched_ns, done.done_ns)

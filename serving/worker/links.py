@@ -15,6 +15,7 @@ from moonshard.serving.wire.handoffs import epoch_from
 from moonshard.serving.wire.link import Link, request_id_of
 from moonshard.serving.worker.prefix_feed import PrefixFeed
 from moonshard.serving.worker.roles.compiled_first import CompiledFirst
+from moonshard.serving.worker.roles.held import Holder
 from moonshard.serving.worker.roles.role import Outputs, Role
 from moonshard.serving.worker.spans import WorkerSpans
 from moonshard.serving.worker.store.store import WorkerStore
@@ -50,6 +51,7 @@ class Links:
         self._role = role
         self._compiled_first = compiled_first
         self._store = store
+        self._holders: tuple[Holder, ...] = (compiled_first,) if store is None else (compiled_first, store)
         self._spans = spans
         self._new_feed = new_feed
         self._open: dict[Link, _Open] = {}
@@ -63,9 +65,8 @@ class Links:
 
     def close(self, link: Link) -> None:
         self._open.pop(link, None)
-        self._compiled_first.close_link(link)
-        if self._store is not None:
-            self._store.close_link(link)
+        for holder in self._holders:
+            holder.close_link(link)
 
     def num_seen(self, link: Link) -> int:
         """How many Run and Reserve messages came over the link."""
@@ -133,9 +134,7 @@ class Links:
             case "credits":
                 role.credits(message.credits, link)
             case "cancel":
-                self._compiled_first.drop(request_id, link)
-                if self._store is not None:
-                    self._store.drop(request_id, link)
+                self._drop(request_id, link)
                 role.cancel(request_id, _target_epoch(message.cancel), link)
             case "tell_prefixes":
                 link.send(self._open[link].feed.snapshot())
@@ -148,8 +147,14 @@ class Links:
         """A malformed message about a request ends the request: no output follows."""
         self._spans.end(request_id, error.code.name.lower())
         if isinstance(error, InvalidArgument):
+            self._drop(request_id, link)
             self._role.give_up(request_id, link)
         link.send(wire.failed(request_id, error))
+
+    def _drop(self, request_id: bytes, link: Link) -> None:
+        """The request is not begun any more, if it was not yet."""
+        for holder in self._holders:
+            holder.drop(request_id, link)
 
     def _refused(self, reason: str) -> None:
         """Log why a gateway does not route here: once, since it asks again every second."""

@@ -65,5 +65,5 @@ def load(
     tiers = None
     if config.kv.store.enabled:
         with start.timings.phase("kv store"):
-            tiers = open_tiers(config.kv.store, model)
+            tiers = open_tiers(config.kv.store, role, model)
     return Loaded(model, plane, tiers, compilations)

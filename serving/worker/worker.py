@@ -41,7 +41,7 @@ from moonshard.serving.worker.roles.aggregated import AggregatedRole
 from moonshard.serving.worker.roles.compiled_first import CompiledFirst
 from moonshard.serving.worker.roles.decode import DecodeRole
 from moonshard.serving.worker.roles.prefill import PrefillRole
-from moonshard.serving.worker.roles.role import Parts, Role
+from moonshard.serving.worker.roles.role import Parts, Role, nothing_came
 from moonshard.serving.worker.spans import FAILED, WorkerSpans
 from moonshard.serving.worker.store.store import WorkerStore
 
@@ -112,7 +112,7 @@ class Worker:
                 max_context_tokens=model.shapes.max_context_tokens,
             ),
             epoch=handoff_wire.epoch_from(self.epoch),
-            **({} if self._store is None else {"came": self._store.came}),
+            came=nothing_came if self._store is None else self._store.came,
         )
         self.role = _role(role, parts, plane, config)
         self._links = Links(

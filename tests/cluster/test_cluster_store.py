@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -77,22 +78,35 @@ def test_what_waits_to_be_written_is_written_before_the_end(tmp_path: Path):
         assert_found_again(cluster, before)
 
 
+def stranger(folder: Path) -> dict[str, object]:
+    (folder / "kv/prefill-0").mkdir(parents=True)
+    (folder / "kv/prefill-0/thesis.txt").write_text("not ours")
+    return {}
+
+
+def a_file(folder: Path) -> dict[str, object]:
+    (folder / "kv").write_text("a file")
+    return {}
+
+
 @pytest.mark.parametrize(
-    ("prepare", "said"),
+    ("prepare", "key"),
     [
-        (lambda folder: (folder / "kv").write_text("a file"), "kv.store.ssd_path"),
-        (lambda folder: (folder / "kv/worker-0").mkdir(parents=True), "kv.store.ssd_path"),
+        (a_file, "kv.store.ssd_path"),
+        (stranger, "kv.store.ssd_path"),
+        (lambda folder: {"kv.store.ssd_bytes": 2**50}, "kv.store.ssd_bytes"),
+        (lambda folder: {"kv.store.ssd_bytes": 100}, "kv.store.ssd_bytes"),
+        (lambda folder: {"kv.store.host_bytes": 2**50}, "kv.store.host_bytes"),
     ],
-    ids=["a file", "a stranger's"],
+    ids=["a file", "a stranger's", "beyond the disk", "less than a block", "beyond memory"],
 )
-def test_a_path_that_cannot_be_used_ends_the_start_by_its_key(tmp_path: Path, prepare, said: str):
-    prepare(tmp_path)
-    if (tmp_path / "kv").is_dir():
-        (tmp_path / "kv/worker-0/thesis.txt").write_text("not ours")
+def test_what_cannot_be_had_ends_the_start_by_its_key(
+    tmp_path: Path, prepare: Callable[[Path], dict[str, object]], key: str
+):
+    more = prepare(tmp_path)
     argv = [sys.executable, "-m", "moonshard.serving.cli", "serve"]
-    for key, value in {**OVERRIDES, **with_files(tmp_path), **AGGREGATED}.items():
-        argv += ["--set", f"{key}={value}"]
+    for name, value in {**OVERRIDES, **with_files(tmp_path), **AGGREGATED, **more}.items():
+        argv += ["--set", f"{name}={value}"]
     ended = subprocess.run(argv, capture_output=True, text=True, timeout=120, check=False)
     assert ended.returncode == 2
-    assert said in ended.stderr
-    assert str(tmp_path) in ended.stderr
+    assert key in ended.stderr

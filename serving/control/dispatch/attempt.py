@@ -41,9 +41,14 @@ class Attempt:
 
     @property
     def num_left_tokens(self) -> int:
-        """How many tokens of the prompt the worker that decodes does not have in its cache."""
+        """How many tokens of the prompt the worker that decodes would have to compute."""
         return self.decode.reservation.num_left_tokens
 
     @property
+    def num_moved_tokens(self) -> int:
+        """How many tokens of the prompt the worker that decodes does not have at hand."""
+        return self.num_prompt - self.decode.reservation.num_known_tokens
+
+    @property
     def num_prompt(self) -> int:
-        return self.decode.reservation.num_known_tokens + self.decode.reservation.num_left_tokens
+        return self.decode.reservation.num_prompt

@@ -140,7 +140,7 @@ class Dispatcher:
 
     def moved(self, attempt: Attempt, exposed_ms: float) -> None:
         """The attempt's KV has reached the worker that decodes, so long after its first token."""
-        self._place.moved(attempt.num_left_tokens, exposed_ms)
+        self._place.moved(attempt.num_moved_tokens, exposed_ms)
 
     def prefill_over(self, attempt: Attempt) -> None:
         """The attempt's prompt occupies no worker any more. A second call does nothing."""

@@ -36,7 +36,7 @@ class PrefillPlace:
     def is_here_anyway(self, decode: Reservation) -> bool:
         """Whether the static rule says "here", whatever prefill workers there are."""
         return self._rule.kind == "static" and is_short(
-            decode.num_known_tokens + decode.num_left_tokens,
+            decode.num_prompt,
             decode.num_left_tokens,
             max_left_tokens=self._rule.max_left_tokens,
             min_known_share=self._rule.min_known_share,
@@ -54,7 +54,7 @@ class PrefillPlace:
             num_decoding=load.num_running,
             left_there_tokens=prefill.num_left_tokens,
             queued_there_tokens=prefill.num_queued_tokens,
-            moved_tokens=decode.num_left_tokens,
+            moved_tokens=decode.num_prompt - decode.num_known_tokens,
         )
         return self._locality.is_here(ways)
 

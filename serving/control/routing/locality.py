@@ -11,6 +11,8 @@ Sources: conditional disaggregation in NVIDIA Dynamo (its documents on disaggreg
 
 from dataclasses import dataclass, field
 
+from moonshard.serving.control.line import Line
+
 MEMORY = 0.98  # what an observation still weighs after the next one: some fifty count
 MIN_WEIGHT = 3.0  # of observations, before they are believed
 MAX_ALIKE = 50  # decisions for one side in a row; then the other is tried, so that its times stay known
@@ -30,55 +32,12 @@ class Alternatives:
 
 
 @dataclass(slots=True)
-class Line:
-    """Milliseconds as a linear function of tokens, with neither part below 0. Older observations weigh less."""
-
-    _weight: float = 0.0
-    _x: float = 0.0  # weighted sums, of x tokens that took y ms
-    _y: float = 0.0
-    _xx: float = 0.0
-    _xy: float = 0.0
-
-    @property
-    def is_known(self) -> bool:
-        return self._weight >= MIN_WEIGHT
-
-    def observe(self, num_tokens: int, ms: float) -> None:
-        self._weight = self._weight * MEMORY + 1
-        self._x = self._x * MEMORY + num_tokens
-        self._y = self._y * MEMORY + ms
-        self._xx = self._xx * MEMORY + num_tokens * num_tokens
-        self._xy = self._xy * MEMORY + num_tokens * ms
-
-    def at(self, num_tokens: int) -> float:
-        """Milliseconds for so many tokens; 0 before anything was seen."""
-        fixed_ms, token_ms = self._fit()
-        return fixed_ms + token_ms * num_tokens
-
-    def _fit(self) -> tuple[float, float]:
-        """Where all observations have one length nothing tells the two parts apart, and all of the time is taken to be
-        per token.
-        """
-        if not self._xx:
-            return (self._y / self._weight if self._weight else 0.0), 0.0
-        spread = self._weight * self._xx - self._x * self._x
-        if spread > 1e-9 * self._weight * self._xx:
-            token_ms = (self._weight * self._xy - self._x * self._y) / spread
-            fixed_ms = (self._y - token_ms * self._x) / self._weight
-            if token_ms < 0:
-                return self._y / self._weight, 0.0
-            if fixed_ms >= 0:
-                return fixed_ms, token_ms
-        return 0.0, self._xy / self._xx
-
-
-@dataclass(slots=True)
 class Locality:
     """The rule for one pool of workers that are alike."""
 
-    here: Line = field(default_factory=Line)  # prefilling beside decoding
-    there: Line = field(default_factory=Line)
-    transfer: Line = field(default_factory=Line)  # what of it comes after the first token
+    here: Line = field(default_factory=lambda: Line(MEMORY))  # milliseconds by tokens, prefilling beside decoding
+    there: Line = field(default_factory=lambda: Line(MEMORY))
+    transfer: Line = field(default_factory=lambda: Line(MEMORY))  # what of it comes after the first token
     _was_here: bool = False
     _num_alike: int = 0  # decisions in a row
 
@@ -87,7 +46,7 @@ class Locality:
 
         Until prefills were seen here, they are taken to last as long as there.
         """
-        here = self.here if self.here.is_known else self.there
+        here = self.here if self.here.weight >= MIN_WEIGHT else self.there
         stall_ms = ways.num_decoding * here.at(ways.left_here_tokens)
         here_ms = here.at(ways.queued_here_tokens + ways.left_here_tokens) + stall_ms
         there_ms = self.there.at(ways.queued_there_tokens + ways.left_there_tokens)
@@ -97,7 +56,7 @@ class Locality:
         """Chooses the cheaper place, and now and then the other to learn of it. Before anything was seen, prefill
         workers prefill.
         """
-        if not self.there.is_known:
+        if self.there.weight < MIN_WEIGHT:
             return False
         here_ms, there_ms = self.costs_ms(ways)
         is_here = here_ms < there_ms

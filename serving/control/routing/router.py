@@ -55,8 +55,9 @@ class Reservation:
     number: int
     home: Home
     num_tokens: int
-    num_left_tokens: int = 0  # of the prompt, to be computed there, or moved there
-    num_known_tokens: int = 0  # of the prompt, that its home has at hand; what it can fetch only makes less of the rest
+    num_prompt: int = 0  # of these
+    num_left_tokens: int = 0  # of the prompt, to be computed there: what can be fetched counts at what that costs
+    num_known_tokens: int = 0  # of the prompt, that its home has at hand
     num_queued_tokens: int = 0  # there, before it
     affinity: Affinity | None = None  # None: without an affinity key
     affinity_key: bytes | None = None
@@ -117,6 +118,7 @@ class Router:
             number=self._next_number,
             home=homes[row],
             num_tokens=ask.num_tokens - ask.num_prompt + num_left if ask.is_prefill else ask.num_tokens,
+            num_prompt=ask.num_prompt,
             num_left_tokens=num_left,
             num_known_tokens=num_known,
             num_queued_tokens=int(candidates.queued_tokens[row]),
@@ -185,8 +187,7 @@ class Router:
         takes.
         """
         numbers = [self.home_number(home) for home in homes]
-        own_number, shared_number = self.home_number(own), self.home_number(shared)
-        self._below.set(numbers, own_number, shared_number, own_share, shared_share)
+        self._below.set(numbers, self.home_number(own), self.home_number(shared), own_share, shared_share)
 
     def num_known_blocks(self, home: Home) -> int:
         return self.index.num_names(self.home_number(home))

@@ -19,12 +19,14 @@ class Slower:
         self._shared = np.zeros(0, np.int64)  # likewise of the tier that all workers read
         self._own_share = np.zeros(0)  # [homes] the time of fetching a block beside that of computing it
         self._shared_share = np.zeros(0)
+        self._shared_numbers = np.zeros(0, np.int64)  # of all workers
 
     def set(self, homes: Sequence[int], own: int, shared: int, own_share: float, shared_share: float) -> None:
         """These homes' worker says how long it takes."""
         self._grow(max(*homes, own, shared) + 1)
         self._own[homes], self._shared[homes] = own, shared
         self._own_share[homes], self._shared_share[homes] = own_share, shared_share
+        self._shared_numbers = np.unique(self._shared[self._shared != NO_TIER])
 
     def saved(self, homes: np.ndarray, known: np.ndarray, known_at: np.ndarray) -> np.ndarray:
         """[n] float64: how many blocks' computing is saved by fetching behind those that are known at hand.
@@ -39,8 +41,7 @@ class Slower:
         self._grow(int(homes.max()) + 1)
         own, shared = self._own[homes], self._shared[homes]
         in_own = np.where(own == NO_TIER, 0, known_at[own])
-        numbers = np.unique(self._shared[self._shared != NO_TIER])
-        most_shared = known_at[numbers].max(initial=0)
+        most_shared = known_at[self._shared_numbers].max(initial=0)
         in_shared = np.where(shared == NO_TIER, 0, most_shared)
         saved_own = np.maximum(0, in_own - known) * (1 - self._own_share[homes])
         saved_shared = np.maximum(0, in_shared - known) * (1 - self._shared_share[homes])

@@ -1,6 +1,5 @@
 """Which KV blocks go down to slower tiers and which come up from them, as pure state machines.
 
 Begin with `fetches`: what is fetched for a request, and how long it may wait for that. `writes` is the queue of what
-goes down, `times` are the fitted times that both go by. What the tiers are is in `kv.store`; what moves the bytes is in
-`serving.worker.store`.
+goes down. What the tiers are is in `kv.store`; what moves the bytes is in `serving.worker.store`.
 """

@@ -15,8 +15,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from moonshard.serving.control.tiers.times import FittedTime
+from moonshard.serving.control.line import Line
 
+MEMORY = 0.95  # what an observation weighs when the next one comes
 UNKNOWN_WAIT_S = 2.0  # for a fetch of which nothing is known, or in place of computing of which nothing is
 LEAST_WAIT_S = 0.005  # below which times are mostly those of threads and event loops
 PROBE_EVERY_S = 10.0  # how long a tier that is not worth it is left alone
@@ -49,7 +50,7 @@ NOTHING = FetchPlan(runs=(), wait_s=0.0)
 
 @dataclass(slots=True)
 class _TierTimes:
-    fetch: FittedTime = field(default_factory=FittedTime)  # by blocks
+    fetch: Line = field(default_factory=lambda: Line(MEMORY))  # seconds by blocks
     asked_s: float | None = None  # when it was last asked for anything
     is_probed: bool = False  # what comes next counts alone: what was before is what is doubted
 
@@ -60,8 +61,8 @@ class FetchTimes:
     def __init__(self, block_size: int):
         self._block_size = block_size
         self._tiers: dict[str, _TierTimes] = {}
-        self._compute = FittedTime()  # by tokens
-        self._land = FittedTime()  # by blocks
+        self._compute = Line(MEMORY)  # seconds by tokens
+        self._land = Line(MEMORY)  # seconds by blocks
 
     def __repr__(self) -> str:
         tiers = ", ".join(f"{name}: {tier.fetch}" for name, tier in self._tiers.items())
@@ -71,25 +72,25 @@ class FetchTimes:
 
     def computed(self, num_tokens: int, seconds: float) -> None:
         """A prefill step computed so many tokens."""
-        self._compute.note(num_tokens, seconds)
+        self._compute.observe(num_tokens, seconds)
 
     def fetched(self, tier: str, num_blocks: int, seconds: float) -> None:
         """So many blocks came from that tier, in so long, or were waited for in vain that long."""
         known = self._of(tier)
         if known.is_probed:
-            known.fetch, known.is_probed = FittedTime(), False
-        known.fetch.note(num_blocks, seconds)
+            known.fetch, known.is_probed = Line(MEMORY), False
+        known.fetch.observe(num_blocks, seconds)
 
     def landed(self, num_blocks: int, seconds: float) -> None:
         """So many blocks were written into the device's pages."""
-        self._land.note(num_blocks, seconds)
+        self._land.observe(num_blocks, seconds)
 
     # ---- what follows
 
     def fetch_s(self, tier: str, num_blocks: int) -> float | None:
         """How long so many blocks of that tier take until they are in the device's pages; None: not known."""
-        fetch_s = self._of(tier).fetch.seconds(num_blocks)
-        return None if fetch_s is None else fetch_s + (self._land.seconds(num_blocks) or 0.0)
+        fetch = self._of(tier).fetch
+        return fetch.at(num_blocks) + self._land.at(num_blocks) if fetch.weight else None
 
     def share(self, tier: str) -> float:
         """How long blocks of that tier take to fetch, beside computing them: at most 1."""
@@ -99,7 +100,8 @@ class FetchTimes:
         return min(1.0, fetch_s / compute_s)
 
     def compute_s(self, num_tokens: int) -> float | None:
-        return self._compute.seconds(num_tokens)
+        """How long computing so many tokens takes; None: not known."""
+        return self._compute.at(num_tokens) if self._compute.weight else None
 
     def plan(self, runs: Sequence[Run], num_tokens_ahead: int, now_s: float) -> FetchPlan:
         """What to fetch, of what tiers have behind what the device has; `num_tokens_ahead` are computed before."""

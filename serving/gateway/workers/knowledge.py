@@ -42,6 +42,7 @@ class _Heard:
     homes: tuple[Home, ...]
     below: tuple[Home, Home]  # under which the index knows what is in tiers, as `Below` counts them
     prefixes: PrefixSubscriber
+    fetch_shares: tuple[float, float] | None = None  # that the router was told of; None: it has no tiers so far
     unseen: deque[tuple[int, Reservation]] = field(default_factory=deque)  # and the number of its message
     is_asked: bool = True  # for a snapshot, which is on its way
 
@@ -128,11 +129,15 @@ class Knowledge:
         for home, queued, active, coming in zip(heard.homes, queued_tokens, held, reserved, strict=False):
             self._router.report(home, queued + active + coming)
         if load.HasField("kv_store"):
-            own, shared = heard.below
-            shares = load.kv_store.own_fetch_share, load.kv_store.shared_fetch_share
-            self._router.fetches(heard.homes, own, shared, *shares)
+            self._fetches(heard, (load.kv_store.own_fetch_share, load.kv_store.shared_fetch_share))
         said = MemberLoad(is_draining=load.draining, queued_tokens=queued_tokens, num_running=load.num_running)
         return self.dispatcher.fleet.report(session.address, said)
+
+    def _fetches(self, heard: _Heard, shares: tuple[float, float]) -> None:
+        """Tells the router what changed: reports come with every step, and they change a few times a second."""
+        if shares != heard.fetch_shares:
+            heard.fetch_shares = shares
+            self._router.fetches(heard.homes, *heard.below, *shares)
 
 
 def _below(member: Member) -> tuple[Home, Home]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from moonshard.serving.control.plan import CopyPlan, DecodePlan, LoadPlan, Plan, PrefillPlan
+from moonshard.serving.engine.busy import BusyTime
 from moonshard.serving.observe.rows.schema import TableRow
 
 if TYPE_CHECKING:  # with jax, which a worker imports once its port is open
@@ -50,13 +51,12 @@ class StepTrace:
         """`worker`: its address, epoch and role."""
         self._append = append
         self._worker = worker
-        self._last_done_ns = 0
+        self._busy = BusyTime()
 
     def __call__(self, done: "StepDone", plan: Plan | None) -> None:
         """`plan` is None for an export and a land."""
         partitions, *sizes = _work_of(done, plan)
-        device_ns = done.done_ns - max(done.launched_ns, self._last_done_ns)
-        self._last_done_ns = done.done_ns
+        device_ns = self._busy.added_ns(done.launched_ns, done.done_ns)
         self._append(
             (
                 *self._worker,

@@ -6,7 +6,6 @@ is cancelled, or whose link closes, while it waits is never begun.
 
 import contextlib
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import final
 
 from moonshard.rpc.status import InvalidArgument
@@ -14,6 +13,7 @@ from moonshard.serving.constrained.compiling import Compiling
 from moonshard.serving.constrained.grammars import GrammarError
 from moonshard.serving.wire.link import Link
 from moonshard.serving.worker.background import Background
+from moonshard.serving.worker.roles.held import Held, Wait
 
 
 @final
@@ -22,12 +22,12 @@ class CompiledFirst:
 
     def __init__(self, compiling: Compiling, on_fault: Callable[[BaseException], None]):
         self._compiling = compiling
-        self._waiting: dict[bytes, _Waiting] = {}
+        self._held = Held[None]()
         self._background = Background(on_fault)
 
     @property
     def num_waiting(self) -> int:
-        return len(self._waiting)
+        return len(self._held)
 
     def begin(self, request_id: bytes, grammar: str, link: Link, begin: Callable[[], None]) -> None:
         """Calls `begin` once the grammar is compiled, or faulty, which whoever uses it notices: now, if it is there.
@@ -35,36 +35,24 @@ class CompiledFirst:
         A message that says the same again changes nothing. Raises InvalidArgument where a request of this id waits that
         came over another link.
         """
-        if (waiting := self._waiting.get(request_id)) is not None:
-            if waiting.link is not link:
+        if (wait := self._held.get(request_id)) is not None:
+            if wait.link is not link:
                 raise InvalidArgument("a request with this id waits for its grammar", field="request_id")
         elif not grammar or self._compiling.has(grammar):
             begin()
         else:
-            waiting = self._waiting[request_id] = _Waiting(link)
-            self._background.spawn(self._begin_later(request_id, waiting, grammar, begin))
+            wait = self._held.hold(request_id, link, None)
+            self._background.spawn(self._begin_later(wait, grammar, begin))
 
-    async def _begin_later(
-        self, request_id: bytes, waiting: "_Waiting", grammar: str, begin: Callable[[], None]
-    ) -> None:
+    async def _begin_later(self, wait: Wait[None], grammar: str, begin: Callable[[], None]) -> None:
         with contextlib.suppress(GrammarError):
             await self._compiling.compile(grammar)
-        if self._waiting.get(request_id) is waiting:  # and not of a later one of its id
-            del self._waiting[request_id]
+        if self._held.let_go(wait):
             begin()
 
     def drop(self, request_id: bytes, link: Link) -> None:
         """The request is over, where it waits and came over this link."""
-        if (waiting := self._waiting.get(request_id)) is not None and waiting.link is link:
-            del self._waiting[request_id]
+        self._held.drop(request_id, link)
 
     def close_link(self, link: Link) -> None:
-        for request_id in [each for each, waiting in self._waiting.items() if waiting.link is link]:
-            del self._waiting[request_id]
-
-
-@dataclass(eq=False, frozen=True, slots=True)
-class _Waiting:
-    """One request's wait."""
-
-    link: Link
+        self._held.close_link(link)

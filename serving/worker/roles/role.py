@@ -1,6 +1,7 @@
 """The verbs that every role of a worker has. What a role does not do is refused here, with the same words for all."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -30,7 +31,13 @@ class Parts:
     spans: WorkerSpans
     limits: Limits
     epoch: int  # the worker's
-    came: Came = lambda request_id: {}  # the tokens of its prompt that came from tiers below the device's pages
+    came: Came  # how many tokens of a request's prompt came from tiers below the device's pages
+
+
+def nothing_came(request_id: bytes) -> Mapping[str, int]:
+    """For a worker without tiers below the device's pages."""
+    del request_id
+    return {}
 
 
 class Role(ABC):

@@ -13,13 +13,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from moonshard.kv.blocks import BlockPool
-from moonshard.kv.prefix import BlockName, PrefixCache
+from moonshard.kv.prefix import BlockName
 from moonshard.kv.store.stack import Fetched, TierStack
 from moonshard.serving.control.batching.scheduler import Scheduler
 from moonshard.serving.control.tiers.fetches import UNKNOWN_WAIT_S, FetchPlan, FetchTimes, runs_of
 from moonshard.serving.engine.engine import Engine
 from moonshard.serving.wire.link import Link
 from moonshard.serving.worker.background import Background
+from moonshard.serving.worker.roles.held import Held, Wait
 from moonshard.serving.worker.store.threads import Asked, TierThreads
 
 FIND_WAIT_S = 0.05  # for what the tiers say they have
@@ -31,14 +32,6 @@ class Wanted:
 
     partition: int
     names: Sequence[BlockName]  # of its full blocks
-
-
-@dataclass(eq=False, frozen=True, slots=True)
-class _Waiting:
-    """One request's wait."""
-
-    link: Link
-    wanted: Wanted
 
 
 class FetchedFirst:
@@ -65,25 +58,25 @@ class FetchedFirst:
         self._engine = engine
         self._scheduler = scheduler
         self._pool = pool
-        self._cache: PrefixCache = scheduler.cache
+        self._cache = scheduler.cache
         self._stack = stack
         self._times = times
         self._threads = threads
         self._as_pages = as_pages
         self._on_fetched = on_fetched
-        self._waiting: dict[bytes, _Waiting] = {}
+        self._held = Held[Wanted]()
         self._leaders: dict[tuple[int, BlockName], asyncio.Future[None]] = {}  # who fetches from that block on
         self._background = Background(engine.fail)
         self.num_late = 0  # fetches that were not waited for to the end
 
     @property
     def num_waiting(self) -> int:
-        return len(self._waiting)
+        return len(self._held)
 
     def waiting_tokens(self, partition: int) -> int:
         """How many tokens the prompts have that wait here: the scheduler does not know of them yet."""
-        waiting = [each.wanted for each in self._waiting.values() if each.wanted.partition == partition]
-        return sum(len(wanted.names) for wanted in waiting) * self._pool.block_size
+        num_blocks = sum(len(wait.what.names) for wait in self._held if wait.what.partition == partition)
+        return num_blocks * self._pool.block_size
 
     def begin(self, request_id: bytes, wanted: Wanted, link: Link, begin: Callable[[dict[str, int]], None]) -> None:
         """Calls `begin` with the tokens that came from each tier: now, where there is nothing to wait for.
@@ -91,33 +84,29 @@ class FetchedFirst:
         A message that says the same again changes nothing. Of one that came over another link it is for whoever begins
         it to say what is wrong.
         """
-        if (waiting := self._waiting.get(request_id)) is not None and waiting.link is link:
+        if (wait := self._held.get(request_id)) is not None and wait.link is link:
             return
-        if waiting is not None or not self._missing(wanted) or self._threads.is_full:
+        if wait is not None or not self._missing(wanted) or self._threads.is_full:
             begin({})
             return
-        waiting = self._waiting[request_id] = _Waiting(link, wanted)
-        self._background.spawn(self._fetch_first(request_id, waiting, begin))
+        self._background.spawn(self._fetch_first(self._held.hold(request_id, link, wanted), begin))
 
     def drop(self, request_id: bytes, link: Link) -> None:
         """The request is over, where it waits and came over this link."""
-        if (waiting := self._waiting.get(request_id)) is not None and waiting.link is link:
-            del self._waiting[request_id]
+        self._held.drop(request_id, link)
 
     def close_link(self, link: Link) -> None:
-        for request_id in [each for each, waiting in self._waiting.items() if waiting.link is link]:
-            del self._waiting[request_id]
+        self._held.close_link(link)
 
     # ---- what happens meanwhile
 
-    async def _fetch_first(self, request_id: bytes, waiting: _Waiting, begin: Callable[[dict[str, int]], None]) -> None:
-        wanted = waiting.wanted
+    async def _fetch_first(self, wait: Wait[Wanted], begin: Callable[[dict[str, int]], None]) -> None:
+        wanted = wait.what
         await self._follow(wanted)
         num_found = len(wanted.names) - len(self._missing(wanted))
-        fetched = await self._fetch(wanted.partition, wanted.names[num_found:])
-        if self._waiting.get(request_id) is not waiting:  # it ended, or is a later one of its id
+        fetched = None if self._held.is_over(wait) else await self._fetch(wanted.partition, wanted.names[num_found:])
+        if not self._held.let_go(wait):
             return
-        del self._waiting[request_id]
         landed = _NOTHING if fetched is None else self._land(wanted, num_found, fetched)
         begin(landed.tokens)  # it holds at once what it finds, if it can be admitted
         if landed.blocks:
@@ -173,9 +162,10 @@ class FetchedFirst:
         return None
 
     async def _note_late(self, asked: Asked[Fetched], plan: FetchPlan, asked_s: float) -> None:
-        """Until it is known how long it takes, it takes as long as it has taken."""
+        """Until it is known how long it takes, it takes as long as it has taken, and the farthest tier is to blame."""
         if plan.wait_s:
-            self._times.fetched(plan.runs[0].tier, plan.num_blocks, time.perf_counter() - asked_s)
+            farthest = plan.runs[-1]
+            self._times.fetched(farthest.tier, farthest.num_blocks, time.perf_counter() - asked_s)
         self._note(await asked.future)
 
     def _note(self, fetched: Fetched) -> None:
@@ -186,7 +176,7 @@ class FetchedFirst:
     # ---- what came
 
     def _land(self, wanted: Wanted, num_found: int, fetched: Fetched) -> "_Landed":
-        """Lands what the cache still lacks, as far as there is room. What it holds is the caller's to release."""
+        """Lands what the cache still lacks, if all of it fits. What it holds is the caller's to release."""
         partition, cache = wanted.partition, self._cache
         before = cache.match(partition, wanted.names)
         end = num_found + len(fetched.names)

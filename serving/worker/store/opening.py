@@ -3,25 +3,27 @@
 import contextlib
 import hashlib
 import logging
+from collections.abc import Iterator
 from pathlib import Path
 
 from moonshard.kv.store.host import HostTier
 from moonshard.kv.store.retention import Lru
-from moonshard.kv.store.ssd.faults import FolderInUse, StoreError
+from moonshard.kv.store.ssd.faults import FolderInUse, LimitTooLarge, LimitTooSmall, StoreError
 from moonshard.kv.store.ssd.files import FileTier
 from moonshard.kv.store.stack import TierStack
 from moonshard.kv.store.tier import Tier
-from moonshard.serving.config.keys import ConfigError, StoreConfig
+from moonshard.serving.config.keys import ConfigError, StoreConfig, WorkerRole
+from moonshard.serving.engine.capacity.memory import free_memory_bytes
 from moonshard.serving.engine.loading.model import LoadedModel
 
 FORMAT = "moonshard blocks 1"  # of a block's bytes: [layers, block_size, features], as `Engine.export` gives them
 LAYOUT_BYTES = 16
-MAX_WORKERS = 64  # that have files under one path
+MAX_WORKERS = 64  # of a kind, that have files under one path
 
 logger = logging.getLogger(__name__)
 
 
-def open_tiers(config: StoreConfig, model: LoadedModel) -> TierStack | None:
+def open_tiers(config: StoreConfig, role: WorkerRole, model: LoadedModel) -> TierStack | None:
     """None where the model's blocks are never found again. Blocks.
 
     ConfigError where a tier cannot be opened, by its key.
@@ -33,7 +35,7 @@ def open_tiers(config: StoreConfig, model: LoadedModel) -> TierStack | None:
     if config.host_bytes:
         tiers.append(_open_host(config.host_bytes, model.block_bytes))
     if config.ssd_path is not None:
-        tiers.append(_open_files(config.ssd_path, config.ssd_bytes, model))
+        tiers.append(_open_files(config.ssd_path, role, config.ssd_bytes, model))
     return TierStack(tiers)
 
 
@@ -46,14 +48,17 @@ def layout_of(model: LoadedModel) -> bytes:
 
 def _open_host(max_bytes: int, block_bytes: int) -> HostTier:
     try:
-        return HostTier(block_bytes=block_bytes, max_bytes=max_bytes)
+        return HostTier(block_bytes=block_bytes, max_bytes=max_bytes, available_bytes=free_memory_bytes())
     except ValueError as error:
         raise ConfigError([f"kv.store.host_bytes: {error}"]) from error
 
 
-def _open_files(path: Path, max_bytes: int, model: LoadedModel) -> FileTier:
-    """In the first folder under `path` that no other worker has: so a worker that comes back finds what one had."""
-    folders = [path / f"worker-{index}" for index in range(MAX_WORKERS)]
+def _open_files(path: Path, role: WorkerRole, max_bytes: int, model: LoadedModel) -> FileTier:
+    """In the first folder of its kind under `path` that no other worker has, so that one that comes back finds what one
+    like it had. Of one kind are those who prefill for others or for themselves, since they are asked for prompts.
+    """
+    kind = "decode" if role == "decode" else "prefill"
+    folders = [path / f"{kind}-{index}" for index in range(MAX_WORKERS)]
     with _by_its_key():
         for folder in folders[:-1]:
             with contextlib.suppress(FolderInUse):
@@ -72,8 +77,9 @@ def _open_folder(folder: Path, max_bytes: int, model: LoadedModel) -> FileTier:
 
 
 @contextlib.contextmanager
-def _by_its_key():
+def _by_its_key() -> Iterator[None]:
     try:
         yield
     except StoreError as error:
-        raise ConfigError([f"kv.store.ssd_path: {error}"]) from error
+        key = "ssd_bytes" if isinstance(error, LimitTooSmall | LimitTooLarge) else "ssd_path"
+        raise ConfigError([f"kv.store.{key}: {error}"]) from error

@@ -15,6 +15,7 @@ from moonshard.serving.control.batching.scheduler import Scheduler
 from moonshard.serving.control.plan import Plan, PrefillPlan
 from moonshard.serving.control.tiers.fetches import FetchTimes
 from moonshard.serving.control.tiers.writes import WriteQueue
+from moonshard.serving.engine.busy import BusyTime
 from moonshard.serving.engine.device import StepDone
 from moonshard.serving.engine.engine import Engine
 from moonshard.serving.engine.steps import StepKind
@@ -52,8 +53,8 @@ class WorkerStore:
         self._queue = WriteQueue(MAX_QUEUED_BLOCKS, pool.num_partitions)
         self._came = OrderedDict[bytes, Mapping[str, int]]()  # tokens by tier, of requests without a first token
         self.message = link_pb2.KvStore()  # as of the last tick
-        self._last_done_ns = 0
-        self.times = FetchTimes(pool.block_size)
+        self._busy = BusyTime()
+        self._times = FetchTimes(pool.block_size)
         self._writing = WriteThrough(
             engine=engine,
             scheduler=scheduler,
@@ -68,13 +69,12 @@ class WorkerStore:
             scheduler=scheduler,
             pool=pool,
             stack=stack,
-            times=self.times,
+            times=self._times,
             threads=self._threads,
             as_pages=self._as_pages,
             on_found=self._on_found,
             on_fetched=self._on_fetched,
         )
-
         self._kept_up_s = time.monotonic()
         self._on_kept(stack.held())
 
@@ -137,12 +137,11 @@ class WorkerStore:
         )
 
     def on_done(self, done: StepDone, plan: Plan | None) -> None:
-        seconds = (done.done_ns - max(done.launched_ns, self._last_done_ns)) / 1e9
-        self._last_done_ns = done.done_ns
+        seconds = self._busy.added_ns(done.launched_ns, done.done_ns) / 1e9
         if isinstance(plan, PrefillPlan):
-            self.times.computed(sum(len(chunk.tokens) for chunk in plan.chunks), seconds)
+            self._times.computed(sum(len(chunk.tokens) for chunk in plan.chunks), seconds)
         elif done.kind is StepKind.LAND:
-            self.times.landed(done.num_blocks, seconds)
+            self._times.landed(done.num_blocks, seconds)
         self._writing.step_ended()
 
     async def flush(self) -> None:
@@ -159,9 +158,9 @@ class WorkerStore:
 
     def _shares(self) -> Mapping[Below, float]:
         """How long fetching takes beside computing, from the slowest tier of each kind."""
-        shares = dict.fromkeys(Below, 0.0)
+        shares = dict.fromkeys(Below, 1.0)  # where there is no such tier nothing is saved
         for tier in self._stack.names:
-            shares[self._below(tier)] = self.times.share(tier)
+            shares[self._below(tier)] = self._times.share(tier)
         return shares
 
     def _on_found(self, chain: Sequence[BlockName], tiers: Sequence[str | None]) -> None:

@@ -11,6 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 MAX_HANGING = 4  # calls under way at once
 MAX_PENDING = 64  # calls that wait for a thread, or have one
 HANGING_S = 2.0  # without any call coming back
+MAX_BEHIND = 4  # calls of which nobody hears: each may hold the blocks that it is to write
 LOW_PRIORITY = 19
 
 
@@ -25,6 +26,7 @@ class TierThreads:
         self._asking = ThreadPoolExecutor(MAX_HANGING, thread_name_prefix="tier-ask")
         self._writing = ThreadPoolExecutor(1, thread_name_prefix="tier-write", initializer=_give_way)
         self._num_pending = 0
+        self._num_behind = 0
         self.is_closed = False
         self._came_s = clock()  # when the last call came back, or the first one went
 
@@ -47,9 +49,11 @@ class TierThreads:
         return await asyncio.get_running_loop().run_in_executor(self._writing, work, *arguments)
 
     def write_behind(self, work: Callable[[], None]) -> None:
-        """As `write`, and nobody hears of its end."""
-        if not self.is_closed:
-            self._writing.submit(work)
+        """As `write`, and nobody hears of its end, nor of its absence where too much waits already."""
+        if self.is_closed or self._num_behind >= MAX_BEHIND:
+            return
+        self._num_behind += 1
+        asyncio.wrap_future(self._writing.submit(work)).add_done_callback(self._was_written)
 
     def close(self) -> None:
         """Does not wait for what hangs."""
@@ -62,6 +66,11 @@ class TierThreads:
         self._came_s = self._clock()
         if not future.cancelled():
             future.exception()  # it is told to whoever waits; where nobody does any more, to nobody
+
+    def _was_written(self, future: "asyncio.Future[None]") -> None:
+        self._num_behind -= 1
+        if not future.cancelled():
+            future.result()  # tiers raise nothing: what comes here is a fault of ours, and is logged
 
 
 class Asked[T]:

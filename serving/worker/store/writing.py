@@ -1,7 +1,7 @@
 """Takes complete blocks down: read from the device behind all that was launched, kept by the tiers on a thread.
 
-Little at a time, since reading them takes the device's time; more where the queue is long or nobody else wants the
-device. One piece at a time is under way.
+Little at a time, since reading them takes the device's time: a piece with each tick, and one right behind the other
+while the queue is long, or before the end. One piece at a time is under way.
 """
 
 import asyncio
@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from moonshard.kv.prefix import BlockName, PrefixCache, PrefixEvent
+from moonshard.kv.prefix import BlockName, PrefixEvent
 from moonshard.kv.store.stack import TierStack
 from moonshard.serving.control.batching.scheduler import Scheduler
 from moonshard.serving.control.tiers.writes import Piece, WriteQueue
@@ -38,7 +38,7 @@ class WriteThrough:
         self._on_kept = on_kept
         self._engine = engine
         self._scheduler = scheduler
-        self._cache: PrefixCache = scheduler.cache
+        self._cache = scheduler.cache
         self._num_partitions = num_partitions
         self._stack = stack
         self._queue = queue
@@ -50,10 +50,6 @@ class WriteThrough:
         self._is_flushing = False
         self._written = asyncio.Event()  # a piece
         self._background = Background(engine.fail)
-
-    @property
-    def num_queued(self) -> int:
-        return len(self._queue)
 
     def came_up(self, names: tuple[BlockName, ...]) -> None:
         """The cache is about to learn these, which some tier has."""
@@ -120,7 +116,7 @@ class WriteThrough:
 
     async def _keep(self, piece: Piece, pages: np.ndarray) -> None:
         rows = np.ascontiguousarray(pages).reshape(len(piece.names), -1).view(np.uint8)
-        chains = [(piece.names[chain], rows[chain]) for chain in piece.chains()]
+        chains = [(piece.parents[chain.start], piece.names[chain], rows[chain]) for chain in piece.chains()]
         self._on_kept(await self._threads.write(self._stack.keep, chains))
         self._end()
 

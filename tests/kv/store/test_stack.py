@@ -66,7 +66,7 @@ def test_all_tiers_keep_and_what_some_lacks_is_known():
     near, far = NamedHost("a", 1), NamedHost("b", 2)
     stack = TierStack([near, far])
     assert stack.lacking([NAMES[:2], NAMES[2:3]]) == set(NAMES[1:3])
-    kept = stack.keep([(NAMES[:2], filled(NAMES[:2], "x")), (NAMES[2:4], filled(NAMES[2:4], "x"))])
+    kept = stack.keep([(None, NAMES[:2], filled(NAMES[:2], "x")), (NAMES[1], NAMES[2:4], filled(NAMES[2:4], "x"))])
     assert kept == {"a": list(NAMES[:4]), "b": list(NAMES[:4])}
     assert stack.lacking([NAMES[:4]]) == set()
 

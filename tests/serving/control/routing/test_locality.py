@@ -6,7 +6,8 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from moonshard.serving.control.routing.locality import MAX_ALIKE, Alternatives, Line, Locality, is_short
+from moonshard.serving.control.line import Line
+from moonshard.serving.control.routing.locality import MAX_ALIKE, MEMORY, Alternatives, Locality, is_short
 
 tokens = st.integers(0, 100_000)
 milliseconds = st.floats(0, 1e5)
@@ -31,7 +32,7 @@ ALIKE = Alternatives(
 
 
 def line(fixed_ms: float, token_ms: float) -> Line:
-    made = Line()
+    made = Line(MEMORY)
     for num_tokens in (10, 100, 1000, 5000):
         made.observe(num_tokens, fixed_ms + token_ms * num_tokens)
     return made
@@ -44,7 +45,7 @@ def locality(here: Line | None = None) -> Locality:
 @given(st.floats(0, 1e3), st.floats(0, 10), st.lists(tokens, min_size=4, max_size=20), tokens)
 def test_a_line_that_was_seen_is_found(fixed_ms: float, token_ms: float, seen: list[int], asked: int):
     assume(max(seen) - min(seen) > 100)
-    found = Line()
+    found = Line(MEMORY)
     for num_tokens in seen:
         found.observe(num_tokens, fixed_ms + token_ms * num_tokens)
     assert found.at(asked) == pytest.approx(fixed_ms + token_ms * asked, rel=1e-3, abs=1)
@@ -52,7 +53,7 @@ def test_a_line_that_was_seen_is_found(fixed_ms: float, token_ms: float, seen: l
 
 @given(observations, tokens, tokens)
 def test_more_tokens_never_take_less_time_and_never_less_than_none(seen: list, some: int, more: int):
-    found = Line()
+    found = Line(MEMORY)
     for num_tokens, ms in seen:
         found.observe(num_tokens, ms)
     assert 0 <= found.at(min(some, more)) <= found.at(max(some, more))
@@ -67,7 +68,7 @@ def test_what_was_seen_long_ago_is_forgotten():
 
 
 def test_prompts_of_one_length_say_what_a_token_takes():
-    found = Line()
+    found = Line(MEMORY)
     for _ in range(5):
         found.observe(512, 256.0)
     assert found.at(1024) == pytest.approx(512)

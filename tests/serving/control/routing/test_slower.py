@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moonshard.kv.prefix import block_names
+from moonshard.serving.control.dispatch.attempt import Attempt, AttemptLeg
 from moonshard.serving.control.routing.policies import policy_of
 from moonshard.serving.control.routing.router import Ask, Home, Router
 
@@ -93,8 +94,19 @@ def test_a_request_goes_where_computing_and_fetching_take_least(has: dict, chose
 def test_what_can_be_fetched_is_not_said_to_be_known():
     reservation = a_router({"a": (2, 10, 0, 0.0, 1.0)}).reserve([home("a")], ask())
     assert reservation is not None
+    assert reservation.num_prompt == NUM_PROMPT
     assert reservation.num_known_tokens == 2 * BLOCK_SIZE
     assert reservation.num_left_tokens == 1
+
+
+def test_what_can_be_fetched_is_moved_all_the_same_and_the_prompt_is_as_long_as_it_is():
+    reservation = a_router({"a": (2, 10, 0, 0.5, 1.0)}).reserve([home("a")], ask())
+    assert reservation is not None
+    leg = AttemptLeg(reservation, epoch=1)
+    attempt = Attempt(decode=leg, prefill=None, is_local_prefill=False, is_resumed=False, begun_s=0.0)
+    assert attempt.num_prompt == NUM_PROMPT
+    assert attempt.num_moved_tokens == NUM_PROMPT - 2 * BLOCK_SIZE
+    assert attempt.num_left_tokens == NUM_PROMPT - (2 + 4) * BLOCK_SIZE
 
 
 def test_of_a_lost_worker_nothing_can_be_fetched_any_more():

@@ -185,6 +185,12 @@ async def test_a_tier_that_hangs_delays_no_request_for_long_and_none_is_lost(of:
         await written(pair.prefill)
 
 
+async def refused(pair: Pair, asked: link_pb2.Run) -> None:
+    """A message about it does not hold together: nothing of the request is served any more."""
+    malformed = link_pb2.Credits(handoff=asked.request_id, target_epoch=b"short")
+    pair.to_prefill(link_pb2.GatewayMessage(credits=malformed), pair.link(pair.prefill))
+
+
 async def left(pair: Pair, asked: link_pb2.Run) -> None:
     pair.cancel(asked)
 
@@ -194,7 +200,7 @@ async def lost(pair: Pair, asked: link_pb2.Run) -> None:
     pair.decode.close_link(pair.link(pair.decode))
 
 
-@pytest.mark.parametrize("ends", [left, lost])
+@pytest.mark.parametrize("ends", [left, lost, refused])
 async def test_a_request_that_ends_while_its_blocks_come_leaves_nothing_behind(ends: Callable):
     tier, prompt = a_tier(), long_text(100)
     await write(tier, [prompt])
