@@ -113,10 +113,11 @@ class ScriptedEngine:
 
 
 class World:
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, num_partitions: int | None = None, num_blocks: int | None = None) -> None:
+        """None: as the seed draws it."""
         self.rng = rng = random.Random(seed)
-        self.num_partitions = rng.choice([1, 3])
-        self.pool = BlockPool(self.num_partitions, rng.randint(8, 12), BLOCK_SIZE)
+        self.num_partitions = num_partitions or rng.choice([1, 3])
+        self.pool = BlockPool(self.num_partitions, num_blocks or rng.randint(8, 12), BLOCK_SIZE)
         config = SchedulerConfig(
             slots_per_partition=rng.randint(1, 3),
             chunk_tokens=rng.choice([4, 8, 16]),
@@ -171,25 +172,30 @@ class World:
         if len(conversation) > 26:
             del conversation[self.rng.randint(9, 17) :]
         conversation += [self.rng.randrange(VOCAB_SIZE) for _ in range(self.rng.randint(0, 3))]
-        number = len(self.requests)
+        request = self.a_request(conversation, max_tokens=self.rng.randint(1, 31 - len(conversation)))
+        if self.rng.random() < 0.7:
+            conversation += true_output(request, 0)[0]
+        self.begin(request, self.rng.randrange(self.num_partitions))
+
+    def a_request(self, prompt: Sequence[int], max_tokens: int = 1) -> Request:
         request = Request(
-            id=number.to_bytes(16, "big"),
-            prompt=tuple(conversation),
+            id=len(self.requests).to_bytes(16, "big"),
+            prompt=tuple(prompt),
             sampling=Sampling(seed=self.rng.randrange(3)),
-            max_tokens=self.rng.randint(1, 31 - len(conversation)),
+            max_tokens=max_tokens,
             prefix_root=ROOT,
-            block_names=tuple(block_names(ROOT, conversation, BLOCK_SIZE)),
+            block_names=tuple(block_names(ROOT, prompt, BLOCK_SIZE)),
         )
         self.requests[request.id] = request
         self.live.add(request.id)
         whole = true_tokens(request, 0, len(request.prompt) + request.max_tokens)
         for index, name in enumerate(block_names(ROOT, whole, BLOCK_SIZE)):
             self.right[name] = whole[index * BLOCK_SIZE : (index + 1) * BLOCK_SIZE]
-        if self.rng.random() < 0.7:
-            conversation += true_output(request, 0)[0]
-        partition = self.rng.randrange(self.num_partitions)
+        return request
 
+    def begin(self, request: Request, partition: int = 0) -> None:
         def begin(tokens: dict[str, int]) -> None:
+            assert request.id not in self.cancelled
             self.num_from_tiers += sum(tokens.values())
             self.scheduler.add(request, 0.0, None, partition)
             self.engine.wake()
@@ -274,6 +280,61 @@ async def schedule(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     for partition in range(world.num_partitions):
         assert world.pool.num_free(partition) == world.pool.blocks_per_partition
     assert world.fetching.num_waiting == 0
+
+
+async def until_fetching(world: World) -> None:
+    """The one request that waits knows what tiers have, and its fetch waits for a thread."""
+    await asyncio.sleep(0)
+    world.threads.run(0)
+    await asyncio.sleep(0.001)
+    assert len(world.threads.pending) == 1
+
+
+def compute(world: World, prompt: Sequence[int]) -> None:
+    """A request of this prompt comes, is served and goes, without a word to the tiers."""
+    request = world.a_request(prompt)
+    world.scheduler.add(request, 0.0, None, 0)
+    while request.id not in world.engine.ended:
+        world.engine.launch()
+        world.complete()
+
+
+def in_tier(world: World, request: Request) -> None:
+    for name in request.block_names:
+        world.tiers[1].kept[name] = np.array(world.right[name], np.int32).tobytes()
+
+
+PROMPT = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 0, 1, 1, 1, 1, 2]  # four blocks and a token
+
+
+def test_what_was_computed_meanwhile_is_not_landed_again():
+    async def scenario(world: World) -> None:
+        request = world.a_request(PROMPT)
+        in_tier(world, request)
+        world.begin(request)
+        await until_fetching(world)
+        compute(world, [*PROMPT[:8], 3])
+        world.threads.run(0)
+        await world.finish()
+        assert world.num_from_tiers == 2 * BLOCK_SIZE
+
+    run_virtually(scenario(World(0, num_partitions=1, num_blocks=16)))
+
+
+def test_what_is_behind_blocks_that_were_lost_meanwhile_is_not_landed():
+    async def scenario(world: World) -> None:
+        compute(world, [*PROMPT[:8], 3])
+        request = world.a_request(PROMPT)
+        in_tier(world, request)
+        world.begin(request)
+        await until_fetching(world)
+        for number in range(3):
+            compute(world, [number] * 27)  # takes all blocks but one
+        world.threads.run(0)
+        await world.finish()
+        assert world.num_from_tiers == 0
+
+    run_virtually(scenario(World(0, num_partitions=1, num_blocks=8)))
 
 
 def run_schedule(seed: int, monkeypatch: pytest.MonkeyPatch) -> World:
