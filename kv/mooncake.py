@@ -282,9 +282,12 @@ def _library_environment(config: MooncakeConfig) -> dict[str, str]:
         "MC_TRANSFER_TIMEOUT": str(max(LIBRARY_MIN_TIMEOUT_S, math.ceil(config.timeout_s))),
         "MC_TCP_SLICE_SIZE": str(config.slice_bytes),
     }
-    if config.ports is not None:
-        settings |= {"MC_MIN_PRC_PORT": str(config.ports[0]), "MC_MAX_PRC_PORT": str(config.ports[1])}
-    return settings
+    return settings | ports_environment(config.ports)
+
+
+def ports_environment(ports: tuple[int, int] | None) -> dict[str, str]:
+    """What keeps the library to a range of ports, first and last."""
+    return {} if ports is None else {"MC_MIN_PRC_PORT": str(ports[0]), "MC_MAX_PRC_PORT": str(ports[1])}
 
 
 def _failure(status: int, session: str) -> TransferFailed:

@@ -29,6 +29,7 @@ BUILT_IN = tuple(
         ("serve", "serve"),
         ("gateway", "gateway"),
         ("roles", "prefill", "decode", "worker"),
+        ("store", "store"),
         *((name, name) for name in ("keys", "chat", "score", "convert", "budget", "experts", "ledger", "trace")),
     )
     for name in names

@@ -45,6 +45,7 @@ from moonshard.experiments.bench.serving.speculation import measure_speculation
 from moonshard.experiments.bench.serving.starts import measure_cold, measure_start, with_cache
 from moonshard.experiments.bench.sizes.measure import measure_sizes
 from moonshard.experiments.bench.steps.device import Job, Part
+from moonshard.experiments.bench.tiers.measure import measure_tiers
 from moonshard.experiments.bench.transfer.transport_rows import measure_publishes
 from moonshard.experiments.common.machine import describe_commit, describe_machine, describe_versions
 from moonshard.experiments.common.running.measurement import QUICK, Measurement, Plan, merge
@@ -78,7 +79,7 @@ Apart = Literal[
     "speculation",
 ]  # each with processes of its own
 Real = Literal[
-    "peers", "profile", "formats", "sizes"
+    "peers", "profile", "formats", "sizes", "tiers"
 ]  # of a checkpoint with a real model's proportions, where none is named
 Section = Part | Whole | Apart | Real | Literal["start", "huggingface"]
 Mode = Literal["aggregated", "disaggregated"]
@@ -92,7 +93,7 @@ APART: tuple[Apart, ...] = (
 FAULTS = (ServerFailed, TransportUnavailable, CheckpointError, ModelError, OSError, subprocess.CalledProcessError)
 PIPED_WIDTH = 170  # characters; a terminal has its own
 DEVICE_PARTS: tuple[Part, ...] = ("steps", "engine", "kv")
-REAL: tuple[Real, ...] = ("peers", "profile", "formats", "sizes")
+REAL: tuple[Real, ...] = ("peers", "profile", "formats", "sizes", "tiers")
 SECTIONS: tuple[Section, ...] = (*DEVICE_PARTS, "start", *SERVED, "huggingface", *APART, *REAL)
 PROPORTIONS = Path("results/bench/k2_proportions")  # the checkpoint of these parts, written where it is not there yet
 CONVERTED = "converted"  # beside what is written: the checkpoint in other number formats
@@ -110,13 +111,13 @@ def bench(
     """Measure latency and throughput, and print them beside Hugging Face transformers.
 
     Args:
-        model: a checkpoint folder; without one the embedded model, and for peers, profile, formats and sizes one with
-            Kimi K2's proportions, which is written first.
+        model: a checkpoint folder; without one the embedded model, and for peers, profile, formats, sizes and tiers one
+            with Kimi K2's proportions, which is written first.
         out: where the JSON goes, and the tables as Markdown.
         quick: one round with few starts; a minute or two.
         only: measure only these parts: steps, engine, kv, start, served, disaggregated, huggingface, transports,
             handoff, meshes, routing, gateway, recording, arrangements, failover, constrained, speculation, peers,
-            profile, formats, sizes.
+            profile, formats, sizes, tiers.
         trace: for routing: what to replay, in Mooncake's format; without one sessions of agents that are made up.
         peer: for peers: another OpenAI-compatible server that runs already and serves the same checkpoint, with the
             name of its column. May be repeated.
@@ -216,6 +217,9 @@ def _with_real(
     if "sizes" in sections:
         _say(console, "sizes")
         report = replace(report, sizes=measure_sizes(measured, report.plan, os.environ))
+    if "tiers" in sections:
+        _say(console, "tiers")
+        report = replace(report, tiers=measure_tiers(measured, report.plan, os.environ, converted.parent))
     return replace(report, elapsed_s=report.elapsed_s + time.perf_counter() - begun_s)
 
 

@@ -23,6 +23,8 @@ from moonshard.experiments.bench.serving.handoff import handoff_grid
 from moonshard.experiments.bench.serving.speculation import speculation_grid
 from moonshard.experiments.bench.sizes.record import TriedSizes
 from moonshard.experiments.bench.sizes.table import sizes_grid
+from moonshard.experiments.bench.tiers.record import TierTimes
+from moonshard.experiments.bench.tiers.table import tiers_grid
 from moonshard.experiments.bench.transfer.transport_rows import transport_grid
 from moonshard.experiments.common.grid import Grid, as_markdown, as_table, number, spread
 from moonshard.experiments.common.running.measurement import Measurement, Plan, as_json
@@ -71,6 +73,7 @@ class Report:
     profile: Profile | None = None
     formats: Formats | None = None
     sizes: TriedSizes | None = None
+    tiers: TierTimes | None = None
 
     def times_faster(self, ours: Measurement) -> float | None:
         """Our median against the median of their rounds; None where they have no such figure."""
@@ -126,6 +129,7 @@ def grids(report: Report) -> list[Grid]:
         formats_grid(report.formats),
         kernels_grid(report.formats),
         sizes_grid(report.sizes),
+        tiers_grid(report.tiers),
     ]
     return [grid for grid in (*plain, *laid_out, *real) if grid.rows]
 
@@ -168,6 +172,7 @@ def to_json(report: Report) -> dict[str, object]:
         "profile": None if report.profile is None else asdict(report.profile),
         "formats": None if report.formats is None else asdict(report.formats),
         "sizes": None if report.sizes is None else asdict(report.sizes),
+        "tiers": None if report.tiers is None else asdict(report.tiers),
     }
 
 

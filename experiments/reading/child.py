@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from moonshard.experiments.common.fields import ExperimentError
-from moonshard.experiments.common.running.deployment import TETHER, deployed
+from moonshard.experiments.common.running.deployment import deployed
 from moonshard.serving.config.reading import load_config
+from moonshard.serving.deploy.tether import tethered
 
 COMMAND = (sys.executable, "-m", "moonshard.experiments.command", "run")
 SAYS_RUN = "run: "
@@ -45,7 +46,7 @@ def start_server(*settings: str) -> StartedServer:
 def run_experiment(folder: Path, *settings: str, out: Path = Path("results")) -> Path:
     """Runs `moonshard experiment run FOLDER --set ...`: the run's folder. ExperimentError with its output."""
     sets = [part for setting in settings for part in ("--set", setting)]
-    argv = [*TETHER, str(os.getpid()), *COMMAND, str(folder), "--out", str(out), *sets]
+    argv = tethered([*COMMAND, str(folder), "--out", str(out), *sets])
     done = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
     if done.returncode:
         raise ExperimentError(done.stderr.strip() or f"it ended with code {done.returncode}")

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from moonshard.experiments.common.fields import ExperimentError
 from moonshard.experiments.common.running.deployment import Process, deployed
@@ -19,6 +20,7 @@ from moonshard.experiments.common.running.server import RunningServer
 from moonshard.experiments.runner.points import Point
 from moonshard.rpc.client import AsyncClient
 from moonshard.rpc.status import RequestError
+from moonshard.serving.config.keys import Config
 
 SERVER = "server"  # the folder, in that of a trial, which a started one records into
 HEALTH_INTERVAL_S = 1.0
@@ -70,11 +72,23 @@ def target_of(point: Point, url: str | None, folder: Path, environment: Mapping[
     config = replace(point.server, trace=replace(point.server.trace, path=(folder / SERVER).absolute()))
     logs = folder / "logs"
     logs.mkdir()
-    with deployed(config, environment, cores=point.cores or None, logs=logs) as deployment:
-        server = deployment.server
-        yield RunTarget(
-            grpc=server.grpc, started=server, processes={**deployment.workers, "gateway": deployment.gateway}
-        )
+    with (
+        _fresh_files(config) as config,
+        deployed(config, environment, cores=point.cores or None, logs=logs) as deployment,
+    ):
+        yield RunTarget(grpc=deployment.server.grpc, started=deployment.server, processes=deployment.processes)
+
+
+@contextmanager
+def _fresh_files(config: Config) -> Iterator[Config]:
+    """The same, with files for KV blocks in a folder of their own, under the one that it names, which is then gone."""
+    store = config.kv.store
+    if store.ssd_path is None:
+        yield config
+        return
+    store.ssd_path.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(prefix="trial-", dir=store.ssd_path) as own:
+        yield replace(config, kv=replace(config.kv, store=replace(store, ssd_path=Path(own).absolute())))
 
 
 async def death(target: RunTarget, client: AsyncClient) -> str:

@@ -5,13 +5,14 @@ import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
 import tyro
 
+from moonshard.rpc.addresses import host_port
 from moonshard.serving.commands.checks.folders import check_model_folder
 from moonshard.serving.commands.checks.ports import check_kv_ports_suffice, check_ports_are_free
 from moonshard.serving.commands.options import Configured, optional_argument
@@ -23,6 +24,7 @@ from moonshard.serving.deploy.supervisor import Command, RestartLimits, supervis
 from moonshard.serving.deploy.timings import Timings
 from moonshard.serving.deploy.unblocked_output import unblocked_output
 from moonshard.serving.entry import ended_by_interrupt
+from moonshard.serving.store.mooncake import LOOPBACK, free_ports
 
 
 def serve(
@@ -54,7 +56,7 @@ def serve(
 
         config = replace(options, set=(*options.set, *_as_overrides(model, port, host, mode))).load()
         commands = ChildCommands(config)
-        check_kv_ports_suffice(config, num_workers=len(commands.workers))
+        check_kv_ports_suffice(config, num_workers=len(commands.workers), num_stores=len(commands.beside))
         check_ports_are_free(config)
         load_tenants(config.gateway.keys)  # so that a faulty file is known now, and not once the workers are ready
         cluster_key(config, os.environ)  # likewise
@@ -94,11 +96,16 @@ def limits_of(config: Config) -> RestartLimits:
     return RestartLimits(gateway_drain_s=drain_s + 4, drain_s=drain_s + 7)
 
 
-@dataclass(frozen=True, slots=True)
 class ChildCommands:
     """The command lines of the children. Each gets the whole configuration as `--set`, as a person could type it."""
 
-    config: Config
+    def __init__(self, config: Config):
+        self._has_own_store = config.kv.store.is_shared and config.kv.store.client is None
+        self.config = _with_store_here(config) if self._has_own_store else config
+
+    @property
+    def beside(self) -> dict[str, Command]:
+        return {"store": lambda _: _argv("store", self.config)} if self._has_own_store else {}
 
     @property
     def workers(self) -> dict[str, Command]:
@@ -111,7 +118,7 @@ class ChildCommands:
     def worker(self, role: WorkerRole, previous: Mapping[str, object] | None) -> list[str]:
         """A worker on a free port of loopback, or on that of the process it replaces."""
         port = _port(previous["address"]) if previous else 0
-        return _argv(command_of(role), with_worker_at(self.config, role, "127.0.0.1", port))
+        return _argv(command_of(role), with_worker_at(self.config, role, LOOPBACK, port))
 
     def gateway(self, workers: Sequence[str], previous: Mapping[str, object] | None) -> list[str]:
         gateway = replace(self.config.gateway, workers=tuple(workers))
@@ -123,6 +130,12 @@ class ChildCommands:
 def _argv(command: str, config: Config) -> list[str]:
     overrides = [argument for override in as_overrides(config) for argument in ("--set", override)]
     return [sys.executable, "-m", "moonshard.serving.cli", command, *overrides]
+
+
+def _with_store_here(config: Config) -> Config:
+    """Workers are told where they find the store before it is started, so that none of them has to wait for that."""
+    client = host_port(config.kv.host or LOOPBACK, *free_ports(1))
+    return replace(config, kv=replace(config.kv, store=replace(config.kv.store, client=client)))
 
 
 def _port(address: object) -> int:

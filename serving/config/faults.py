@@ -25,7 +25,8 @@ from moonshard.sharding.shape import MeshShape
 _NAME_AND_PORT = r"(\[[0-9a-f:.]+\]|[^\s/@?#:*\[\]A-Z]+)(:[0-9]{1,5})?"
 _HOST = re.compile(_NAME_AND_PORT)
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://" + _NAME_AND_PORT)
-PORTS_PER_WORKER = 2  # of Mooncake: one for its handshake, one for the data
+MIN_DRAM_BYTES = 16 * 1024**2  # with less `mooncake_client` does not start
+PORTS_PER_PROCESS = 2  # of Mooncake: one for its handshake, one for the data
 
 
 def joint_faults(config: Config) -> list[str]:
@@ -33,17 +34,19 @@ def joint_faults(config: Config) -> list[str]:
     faults = [*_address_faults(config), *_size_faults(config), *_tls_faults(config.tls)]
     faults += [*_telemetry_faults(config.telemetry), *_speculation_faults(config), *_store_faults(config.kv)]
     if config.mode == "disaggregated":
-        faults += [*_handoff_faults(config), *_plane_faults(config)]
+        faults += _handoff_faults(config)
+    if config.mode == "disaggregated" or config.kv.store.is_shared:
+        faults += _plane_faults(config)
     return faults
 
 
 def kv_plane_note(config: Config) -> str | None:
     """What the logs say of a KV plane beyond loopback: who can reach it, in the words of the configuration."""
     place = _beyond_loopback(config)
-    if config.mode == "aggregated" or place is None:
+    if place is None or (config.mode == "aggregated" and not config.kv.store.is_shared):
         return None
     _, host = place
-    if config.kv.transport == "mooncake" and config.kv.network_fence:
+    if _has_mooncake(config) and config.kv.network_fence:
         return f"the KV plane of {host} is not authenticated; its network is fenced: {config.kv.network_fence}"
     if config.kv.allow_unauthenticated:
         return f"the KV plane of {host} is open to whoever reaches it (kv.allow_unauthenticated)"
@@ -79,9 +82,18 @@ def _store_faults(kv: KvConfig) -> list[str]:
     if not store.enabled:
         return []
     faults = [] if kv.prefix_cache else ["kv.store.enabled: without kv.prefix_cache nothing is found again"]
-    if not (store.host_bytes or store.ssd_path):
-        faults.append("kv.store.enabled: there is no tier; set kv.store.host_bytes or kv.store.ssd_path")
-    return faults
+    if not (store.host_bytes or store.is_shared or store.ssd_path):
+        tiers = "kv.store.host_bytes, kv.store.dram_bytes or kv.store.ssd_path"
+        faults.append(f"kv.store.enabled: there is no tier; set {tiers}")
+    if store.master is not None and not store.is_shared:
+        faults.append("kv.store.master: without kv.store.dram_bytes there is nothing of this machine in Mooncake Store")
+    if 0 < store.dram_bytes < MIN_DRAM_BYTES:
+        faults.append(f"kv.store.dram_bytes: {store.dram_bytes} is too little for Mooncake; 0, or {MIN_DRAM_BYTES}")
+    return faults + [
+        f"kv.store.{key}: expected host:port, got {address!r}"
+        for key, address in (("master", store.master), ("client", store.client))
+        if address is not None and not _is_address(address)
+    ]
 
 
 def _address_faults(config: Config) -> list[str]:
@@ -184,19 +196,19 @@ def _handoff_faults(config: Config) -> list[str]:
         faults.append(f"decode.port: {config.decode.port} is prefill.port too; they need one each")
     if kv_host_of(config) in ("0.0.0.0", "::"):
         faults.append(f"kv.host: peers reach no machine at {kv_host_of(config)}; name this one")
-    if config.kv.ports and config.kv.ports[1] - config.kv.ports[0] + 1 < PORTS_PER_WORKER:
+    if config.kv.ports and config.kv.ports[1] - config.kv.ports[0] + 1 < PORTS_PER_PROCESS:
         first, last = config.kv.ports
-        faults.append(f"kv.ports: a worker listens at {PORTS_PER_WORKER} ports, {first} to {last} are fewer")
+        faults.append(f"kv.ports: a worker listens at {PORTS_PER_PROCESS} ports, {first} to {last} are fewer")
     return faults
 
 
 def _plane_faults(config: Config) -> list[str]:
     """Whether KV would be served beyond loopback to whoever reaches it without the user having said so."""
     place = _beyond_loopback(config)
-    if place is None or config.kv.allow_unauthenticated or _is_fenced(config.kv, config.tls):
+    if place is None or config.kv.allow_unauthenticated or _is_fenced(config):
         return []
     key, host = place
-    if config.kv.transport == "mooncake":
+    if _has_mooncake(config):
         return [
             f"{key}: {host} is not loopback, and Mooncake listens on all interfaces, without authentication: whoever "
             "reaches its ports can write into and read from registered memory. Fence its network, say how in "
@@ -208,8 +220,13 @@ def _plane_faults(config: Config) -> list[str]:
     ]
 
 
-def _is_fenced(kv: KvConfig, tls: TlsConfig) -> bool:
-    return tls.is_complete and (kv.transport == "grpc" or kv.network_fence is not None)
+def _is_fenced(config: Config) -> bool:
+    return config.tls.is_complete and (not _has_mooncake(config) or config.kv.network_fence is not None)
+
+
+def _has_mooncake(config: Config) -> bool:
+    """Whether processes listen that Mooncake brings with it."""
+    return config.kv.store.is_shared or (config.mode == "disaggregated" and config.kv.transport == "mooncake")
 
 
 def _beyond_loopback(config: Config) -> tuple[str, str] | None:

@@ -166,12 +166,20 @@ class DecodeConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoreConfig:
-    """Where blocks of the prefix cache are kept beyond the device's pages. Sizes are of each worker."""
+    """Where blocks of the prefix cache are kept beyond the device's pages; sizes are of each worker, or say of what."""
 
     enabled: bool = False  # complete blocks are written to all tiers that follow, and found there again
     host_bytes: LargeOrNone = 2 * 1024**3  # in the worker's own memory; 0: none
+    dram_bytes: LargeOrNone = 0  # of this machine, in Mooncake Store, which all workers share; 0: none. See README
+    master: Text | None = None  # host:port of Mooncake Store's master; auto: `serve` starts one for this machine
+    client: Text | None = None  # host:port of this machine's end of the store; auto: `serve` starts it
     ssd_path: Path | None = None  # a folder for files that outlive worker and machine; none: there are none
     ssd_bytes: Large = 16 * 1024**3  # of each worker's files there
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether there is a tier that all workers share."""
+        return self.enabled and (self.dram_bytes > 0 or self.client is not None)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

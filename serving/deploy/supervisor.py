@@ -1,4 +1,5 @@
-"""Workers and one gateway as child processes: started together, restarted when they end by themselves, ended together.
+"""Workers, one gateway and what is beside them as child processes: started together, restarted when they end by
+themselves, ended together.
 
 A child that fails before any of its role was ready ends everything: that is a start that cannot succeed. Later, one
 that cannot come back is tried again for ever, ever more rarely, while the others serve.
@@ -34,7 +35,8 @@ class RestartLimits:
     """How patient the supervisor is."""
 
     gateway_drain_s: float = 24.0  # the gateway goes first; after this the workers are told too
-    drain_s: float = 27.0  # of everything, then SIGKILL
+    drain_s: float = 27.0  # of gateway and workers, then SIGKILL
+    beside_s: float = 5.0  # of what is beside them, once they have ended; likewise
     first_backoff_s: float = 0.25  # of a child that crashed; doubled with each crash that follows
     max_backoff_s: float = 30.0
     settled_s: float = 60.0  # a child that has served so long works: its next crash is the first again
@@ -60,6 +62,11 @@ Command = Callable[[Mapping[str, object] | None], list[str]]
 
 class Commands(Protocol):
     """The commands to run."""
+
+    @property
+    def beside(self) -> Mapping[str, Command]:
+        """What workers use and need not wait for, by name: started before them, and ended after them."""
+        ...
 
     @property
     def workers(self) -> Mapping[str, Command]:
@@ -112,6 +119,7 @@ class Supervisor:
         self._commands = commands
         self._reporter = _News(reporter)
         self._limits = limits
+        self._beside: list[ChildRole] = []
         self._workers: list[ChildRole] = []
         self._gateway: ChildRole | None = None
 
@@ -122,6 +130,7 @@ class Supervisor:
         runs meanwhile, on a thread: what it raises is raised, as soon as it is known, and until it has ended nothing is
         reported of the children.
         """
+        self._beside = [self._start_role(name, command) for name, command in self._commands.beside.items()]
         self._workers = [self._start_role(name, command) for name, command in self._commands.workers.items()]
         checking = asyncio.create_task(self._checked(check))
         starting = asyncio.create_task(self._start_gateway())
@@ -153,7 +162,10 @@ class Supervisor:
         await self._unless_failed(asyncio.Event().wait())
 
     async def stop(self) -> None:
-        """Drain the gateway, then the workers; kill what is left when `drain_s` is over. Nothing runs afterwards."""
+        """Drain the gateway, then the workers, then what is beside them; kill what is left when `drain_s` is over.
+
+        Nothing runs afterwards.
+        """
         limits, loop = self._limits, asyncio.get_running_loop()
         begun = loop.time()
         for role in self._roles:
@@ -163,12 +175,20 @@ class Supervisor:
             await _wait_until(begun + limits.gateway_drain_s, [self._gateway])
         for worker in self._workers:
             worker.signal(signal.SIGTERM)
-        await _wait_until(begun + limits.drain_s, self._roles)
-        for role in self._roles:
-            if not role.task.done():
-                self._reporter.note(f"{role.name} did not end within {limits.drain_s:g} s and is killed")
-        self.kill()
+        served = [role for role in self._roles if role not in self._beside]
+        await self._end(served, begun + limits.drain_s, limits.drain_s)
+        for role in self._beside:
+            role.signal(signal.SIGTERM)
+        await self._end(self._beside, loop.time() + limits.beside_s, limits.beside_s)
         await asyncio.gather(*(role.task for role in self._roles), return_exceptions=True)
+
+    async def _end(self, roles: Sequence["ChildRole"], deadline: float, patience_s: float) -> None:
+        """Waits for the roles until then, and kills those that have not ended."""
+        await _wait_until(deadline, roles)
+        for role in roles:
+            if not role.task.done():
+                self._reporter.note(f"{role.name} did not end within {patience_s:g} s and is killed")
+            role.signal(signal.SIGKILL)
 
     def kill(self) -> None:
         """End everything at once; a `stop` in progress then returns."""
@@ -178,7 +198,7 @@ class Supervisor:
 
     @property
     def _roles(self) -> list["ChildRole"]:
-        return [*self._workers, *([self._gateway] if self._gateway else [])]
+        return [*self._beside, *self._workers, *([self._gateway] if self._gateway else [])]
 
     def _start_role(self, name: str, command: Command) -> "ChildRole":
         return ChildRole(name, command, self._reporter, self._limits)

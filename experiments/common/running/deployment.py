@@ -9,7 +9,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -22,12 +21,12 @@ import httpx
 from moonshard.experiments.common.running.server import RunningServer, ServerFailed
 from moonshard.serving.commands.serve import ChildCommands
 from moonshard.serving.config.keys import Config
+from moonshard.serving.deploy.tether import tethered
 
 START_TIMEOUT_S = 240.0
 STOP_TIMEOUT_S = 20.0
 LINK_TIMEOUT_S = 60.0
 POLL_S = 0.05
-TETHER = (sys.executable, "-m", "moonshard.experiments.common.running.tether")
 WORKER_UP = "moonshard_worker_up"
 
 
@@ -45,7 +44,7 @@ class Process:
         """Starts a new process; its log replaces the one before."""
         with self.log_path.open("wb") as log, _on_core(self.core):
             self.popen = subprocess.Popen(
-                [*TETHER, str(os.getpid()), *argv],
+                tethered(argv),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -97,34 +96,41 @@ class Process:
 
 @dataclass(kw_only=True, slots=True)
 class Deployment:
-    """Workers by name ("decode 0"), and the gateway in front of them."""
+    """Workers by name ("decode 0"), the gateway in front of them, and what is beside them."""
 
     commands: ChildCommands
     workers: dict[str, Process]
     gateway: Process
+    beside: dict[str, Process] = field(default_factory=dict)
     addresses: dict[str, str] = field(default_factory=dict)  # of the workers
     begun_s: float = field(default_factory=time.perf_counter)
     ready_s: float = 0.0
 
     @property
+    def processes(self) -> dict[str, Process]:
+        """All of them, in the order in which they are started."""
+        return {**self.beside, **self.workers, "gateway": self.gateway}
+
+    @property
     def server(self) -> RunningServer:
         """The deployment as it is now: a worker that was started again is another process."""
-        processes = {**self.workers, "gateway": self.gateway}
         return RunningServer(
             http=self.gateway.said("http"),
             grpc=self.gateway.said("grpc"),
             model=self.commands.config.model.name,
             begun_s=self.begun_s,
             ready_s=self.ready_s,
-            pids={name: process.running.pid for name, process in processes.items()},
+            pids={name: process.running.pid for name, process in self.processes.items()},
         )
 
     def start(self) -> None:
+        for name, process in self.beside.items():
+            process.start(self.commands.beside[name](None))
         for name, process in self.workers.items():
             process.start(self.commands.workers[name](None))
         self.addresses = {name: process.said("address") for name, process in self.workers.items()}
         self.gateway.start(self.commands.gateway(list(self.addresses.values()), None))
-        for process in (*self.workers.values(), self.gateway):
+        for process in self.processes.values():
             process.wait_for("moonshard ready")
         self._wait_linked()
         self.ready_s = time.perf_counter() - self.begun_s
@@ -138,16 +144,14 @@ class Deployment:
     def stop(self) -> None:
         """Stops all processes, even where the caller is interrupted: what has not ended by then is killed."""
         alive = [p.popen for p in (self.gateway, *self.workers.values()) if p.popen and p.popen.poll() is None]
+        beside = [p.popen for p in self.beside.values() if p.popen and p.popen.poll() is None]
         try:
-            for popen in alive:
-                popen.send_signal(signal.SIGTERM)
-            for popen in alive:
-                with suppress(subprocess.TimeoutExpired):
-                    popen.wait(STOP_TIMEOUT_S)
+            _end(alive)
+            _end(beside)
         finally:
-            for popen in alive:
+            for popen in (*alive, *beside):
                 popen.kill()
-            for popen in alive:
+            for popen in (*alive, *beside):
                 popen.wait()
 
     def _wait_linked(self) -> None:
@@ -156,7 +160,7 @@ class Deployment:
 
     def _is_linked(self, server: RunningServer) -> bool:
         """Whether the gateway has a link to all workers. ServerFailed where a process has ended."""
-        for process in (*self.workers.values(), self.gateway):
+        for process in self.processes.values():
             process.check_runs()
         try:
             return server.counters().get(WORKER_UP) == len(self.workers)
@@ -188,7 +192,8 @@ def deployed(
 
         pinned = cores or [None] * len(commands.workers)
         workers = {name: process(name, core) for name, core in zip(commands.workers, pinned, strict=True)}
-        deployment = Deployment(commands=commands, workers=workers, gateway=process("gateway"))
+        beside = {name: process(name) for name in commands.beside}
+        deployment = Deployment(commands=commands, workers=workers, gateway=process("gateway"), beside=beside)
         try:
             deployment.start()
             yield deployment
@@ -205,6 +210,15 @@ def _on_core(core: int | None) -> Iterator[None]:
         yield
     finally:
         os.sched_setaffinity(0, before)
+
+
+def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    """Tells all to end, and waits for them as long as that may take."""
+    for popen in processes:
+        popen.send_signal(signal.SIGTERM)
+    for popen in processes:
+        with suppress(subprocess.TimeoutExpired):
+            popen.wait(STOP_TIMEOUT_S)
 
 
 def _wait_until(condition: Callable[[], bool], timeout_s: float, what: str) -> None:

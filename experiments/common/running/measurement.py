@@ -82,6 +82,8 @@ class Plan:
     speculation_turns: int = 16  # of each kind
     kills: int = 4
     sizes_repeats: int = 7  # of every candidate
+    tier_blocks: tuple[int, ...] = (1, 2, 4, 8, 16, 32)  # of one call
+    tier_repeats: int = 9
     killed_tokens: int = 512  # each stream's, long enough to be there when its worker is killed
 
 
@@ -113,6 +115,8 @@ QUICK = Plan(
     speculation_turns=8,
     kills=2,
     sizes_repeats=2,
+    tier_blocks=(1, 8),
+    tier_repeats=3,
 )
 
 

@@ -31,16 +31,25 @@ def rounds_of(tables: RunTables) -> list[Round]:
 
 
 def _round(tables: RunTables, point: PointOf, trial: TrialFrames) -> Round:
-    arm = _arm(point, trial)
+    computed = _computed(served_of(tables, point, trial), _number(point, "server.prefill.replicas"))
+    return Round(
+        arm=_arm(point, trial), number=trial.record.repeat, turns=turns_of(point, trial), computed_tokens=computed
+    )
+
+
+def turns_of(point: PointOf, trial: TrialFrames) -> list[Turn]:
+    """What a trial's clients saw, beside the oracle. ExperimentError for a workload that cannot be rebuilt."""
     rows = trial.completed.sort("sent_ns")
     oracle = oracle_cached_tokens(
         _prompts(trial, rows["request_index"].to_list()), _number(point, "server.kv.block_size")
     )
-    turns = [_turn(row, tokens) for row, tokens in zip(rows.iter_rows(named=True), oracle, strict=True)]
+    return [_turn(row, tokens) for row, tokens in zip(rows.iter_rows(named=True), oracle, strict=True)]
+
+
+def served_of(tables: RunTables, point: PointOf, trial: TrialFrames) -> pl.DataFrame:
+    """The gateway's rows of a trial."""
     own = (pl.col("run") == point.run.path.name) & (pl.col("point") == point.record.number)
-    served = tables.server_requests.filter(own, pl.col("repeat") == trial.record.repeat)
-    computed = _computed(served, _number(point, "server.prefill.replicas"))
-    return Round(arm=arm, number=trial.record.repeat, turns=turns, computed_tokens=computed)
+    return tables.server_requests.filter(own, pl.col("repeat") == trial.record.repeat)
 
 
 def _arm(point: PointOf, trial: TrialFrames) -> ArmName:

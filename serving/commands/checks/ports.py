@@ -4,7 +4,7 @@ import errno
 import socket
 from collections.abc import Mapping
 
-from moonshard.serving.config.faults import PORTS_PER_WORKER
+from moonshard.serving.config.faults import PORTS_PER_PROCESS
 from moonshard.serving.config.keys import Config, ConfigError, WorkerRole, port_key, port_of
 
 
@@ -19,15 +19,16 @@ def check_worker_port_is_free(config: Config, role: WorkerRole) -> None:
     _check(config.worker.host, {port_key(role): port_of(config, role)})
 
 
-def check_kv_ports_suffice(config: Config, *, num_workers: int) -> None:
-    """ConfigError where the workers of one machine find too few: the last would fail once all have compiled."""
-    ports, num_needed = config.kv.ports, num_workers * PORTS_PER_WORKER
-    if ports is None or config.mode == "aggregated" or config.kv.transport != "mooncake":
+def check_kv_ports_suffice(config: Config, *, num_workers: int, num_stores: int) -> None:
+    """ConfigError where Mooncake finds too few on one machine: the last worker would fail once all have compiled."""
+    if (ports := config.kv.ports) is None:
         return
-    if (num_ports := ports[1] - ports[0] + 1) < num_needed:
-        raise ConfigError(
-            [f"kv.ports: {num_workers} workers need {num_needed} ports, {ports[0]} to {ports[1]} are {num_ports}"]
-        )
+    has_planes = config.mode == "disaggregated" and config.kv.transport == "mooncake"
+    kinds = {"workers": num_workers if has_planes else 0, "ends of the store": num_stores}
+    num_needed, num_ports = PORTS_PER_PROCESS * sum(kinds.values()), ports[1] - ports[0] + 1
+    if num_ports < num_needed:
+        who = " and ".join(f"{number} {kind}" for kind, number in kinds.items() if number)
+        raise ConfigError([f"kv.ports: {who} need {num_needed} ports, {ports[0]} to {ports[1]} are {num_ports}"])
 
 
 def _check(host: str, ports: Mapping[str, int]) -> None:

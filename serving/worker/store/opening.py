@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from moonshard.kv.store.host import HostTier
+from moonshard.kv.store.mooncake.library import StoreUnavailable
+from moonshard.kv.store.mooncake.tier import MooncakeStoreConfig, MooncakeStoreTier
 from moonshard.kv.store.retention import Lru
 from moonshard.kv.store.ssd.faults import FolderInUse, LimitTooLarge, LimitTooSmall, StoreError
 from moonshard.kv.store.ssd.files import FileTier
@@ -18,6 +20,7 @@ from moonshard.serving.engine.loading.model import LoadedModel
 
 FORMAT = "moonshard blocks 1"  # of a block's bytes: [layers, block_size, features], as `Engine.export` gives them
 LAYOUT_BYTES = 16
+MIN_SHARED_BLOCKS = 16
 MAX_WORKERS = 64  # of a kind, that have files under one path
 
 logger = logging.getLogger(__name__)
@@ -34,6 +37,8 @@ def open_tiers(config: StoreConfig, role: WorkerRole, model: LoadedModel) -> Tie
     tiers = list[Tier]()
     if config.host_bytes:
         tiers.append(_open_host(config.host_bytes, model.block_bytes))
+    if config.is_shared:
+        tiers.append(_open_shared(config, model))
     if config.ssd_path is not None:
         tiers.append(_open_files(config.ssd_path, role, config.ssd_bytes, model))
     return TierStack(tiers)
@@ -51,6 +56,22 @@ def _open_host(max_bytes: int, block_bytes: int) -> HostTier:
         return HostTier(block_bytes=block_bytes, max_bytes=max_bytes, available_bytes=free_memory_bytes())
     except ValueError as error:
         raise ConfigError([f"kv.store.host_bytes: {error}"]) from error
+
+
+def _open_shared(config: StoreConfig, model: LoadedModel) -> MooncakeStoreTier:
+    """At a client that need not be there yet."""
+    if config.client is None:
+        raise ConfigError(["kv.store.client: name the address at which `moonshard store` runs; `serve` starts its own"])
+    if config.dram_bytes and config.dram_bytes < (least := MIN_SHARED_BLOCKS * model.block_bytes):
+        raise ConfigError([f"kv.store.dram_bytes: {config.dram_bytes} bytes are too few; at least {least} hold blocks"])
+    try:
+        return MooncakeStoreTier.start(
+            layout=layout_of(model),
+            block_bytes=model.block_bytes,
+            config=MooncakeStoreConfig(address=config.client),
+        )
+    except StoreUnavailable as error:
+        raise ConfigError([f"kv.store.dram_bytes: {error}"]) from error
 
 
 def _open_files(path: Path, role: WorkerRole, max_bytes: int, model: LoadedModel) -> FileTier:

@@ -30,7 +30,7 @@ MAX_PROMPT = 100  # tokens
 NUM_TOKENS = 3
 MS = 1e6  # nanoseconds
 WIRE_MIN_MS = -1.0
-WIRE_IDLE_P99_MS = 5.0
+WIRE_IDLE_P99_MS = 15.0  # 8 to 11 on the slowest machine so far; a wait without a name would show
 # Between a client's stamps and the gateway's: gRPC both ways, and the event loops of both, on two busy cores.
 OUTSIDE_P50_MS, OUTSIDE_P99_MS = 25.0, 250.0
 OUTSIDE_BESIDE_OTHERS_MS = 5_000.0  # the median where others have the cores: far from another unit, or clock

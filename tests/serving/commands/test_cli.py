@@ -257,10 +257,13 @@ def test_a_port_in_use_is_refused_naming_the_key():
 def test_a_range_of_kv_ports_too_short_for_the_workers_of_one_machine_is_refused():
     short = ["kv.ports=[20100, 20104]"]
     with pytest.raises(ConfigError, match=r"kv\.ports: 3 workers need 6 ports, 20100 to 20104 are 5"):
-        check_kv_ports_suffice(load_config(None, short), num_workers=3)
-    check_kv_ports_suffice(load_config(None, short), num_workers=2)
+        check_kv_ports_suffice(load_config(None, short), num_workers=3, num_stores=0)
+    check_kv_ports_suffice(load_config(None, short), num_workers=2, num_stores=0)
+    told = r"2 workers and 1 ends of the store need 6 ports, 20100 to 20104 are 5"
+    with pytest.raises(ConfigError, match=told):
+        check_kv_ports_suffice(load_config(None, short), num_workers=2, num_stores=1)
     for unused in ('mode="aggregated"', 'kv.transport="grpc"'):
-        check_kv_ports_suffice(load_config(None, [*short, unused]), num_workers=3)
+        check_kv_ports_suffice(load_config(None, [*short, unused]), num_workers=3, num_stores=1)
 
 
 def test_serve_says_that_the_kv_ports_are_too_few_before_it_starts_a_worker(capsys: pytest.CaptureFixture[str]):
@@ -337,6 +340,18 @@ def test_a_child_is_given_the_whole_configuration_on_its_command_line():
         assert (worker.decode.max_slots, worker.kv) == (5, config.kv)
     gateway = reread(commands.gateway(["127.0.0.1:7", "127.0.0.1:8"], None), "gateway")
     assert (gateway.gateway.workers, gateway.gateway.port) == (("127.0.0.1:7", "127.0.0.1:8"), 0)
+
+
+def test_serve_starts_an_end_of_the_store_that_its_workers_know_of_unless_one_is_named():
+    keys = ["kv.store.enabled=true", "kv.store.dram_bytes=20000000", "kv.store.master=a:1"]
+    commands = ChildCommands(load_config(None, keys))
+    store = reread(commands.beside["store"](None), "store").kv.store
+    assert (store.dram_bytes, store.master) == (20000000, "a:1")
+    assert store.client
+    assert store.client.startswith("127.0.0.1:")
+    assert {reread(worker(None), name.split()[0]).kv.store for name, worker in commands.workers.items()} == {store}
+    assert not ChildCommands(load_config(None, [*keys, "kv.store.client=127.0.0.1:9"])).beside
+    assert not ChildCommands(load_config(None, keys[1:2])).beside
 
 
 @pytest.mark.parametrize(

@@ -55,10 +55,18 @@ while True:
 class Scripted:
     """Commands whose children obey scripts; each process of a role takes the role's next script, if it has one left."""
 
-    def __init__(self, workers: Sequence[Sequence[str]], gateway: Sequence[str] = ("lr",)):
+    def __init__(
+        self, workers: Sequence[Sequence[str]], gateway: Sequence[str] = ("lr",), beside: Sequence[str] | None = None
+    ):
+        self._beside = None if beside is None else list(beside)
         self._workers = [list(scripts) for scripts in workers]
         self._gateway = list(gateway)
         self.calls: list[tuple[str, object]] = []
+
+    @property
+    def beside(self) -> dict[str, Command]:
+        scripts = self._beside
+        return {} if scripts is None else {"store": lambda _: child(scripts, "store", "127.0.0.1:9000")}
 
     @property
     def workers(self) -> dict[str, Command]:
@@ -283,6 +291,34 @@ async def test_workers_are_told_to_end_only_after_the_gateway_has_drained():
         await stopping
         assert recorder.news[-1] == ("worker 0", "worker-0 told")
         assert all(has_ended(pid) for pid in recorder.pids.values())
+
+
+async def test_what_is_beside_the_workers_is_told_to_end_only_after_they_have():
+    async with running(Scripted([["ldr"]], beside=["r"])) as (supervisor, recorder):
+        await supervisor.start()
+        stopping = asyncio.create_task(supervisor.stop())
+        await recorder.saw("worker 0", "worker-0 draining")
+        await recorder.saw("gateway", "gateway told")
+        assert ("store", "store told") not in recorder.news
+        os.kill(recorder.pids["worker 0"], signal.SIGUSR1)
+        await stopping
+        assert recorder.news[-1] == ("store", "store told")
+
+
+async def test_what_is_beside_the_workers_is_started_again_and_they_hear_nothing_of_it():
+    commands = Scripted([["lr"]], beside=["lr", "lrx", "lr"])
+    async with running(commands) as (supervisor, recorder):
+        await supervisor.start()
+        others = {name: pid for name, pid in recorder.pids.items() if name != "store"}
+        os.kill(recorder.pids["store"], signal.SIGKILL)
+        await recorder.saw("store", "store waiting", times=2)
+        assert {name: recorder.pids[name] for name in others} == others
+
+
+async def test_what_is_beside_the_workers_and_cannot_start_ends_everything():
+    async with running(Scripted([["lr"]], beside=["f"])) as (supervisor, _):
+        with pytest.raises(ChildFailed, match="no such tensor"):
+            await supervisor.start()
 
 
 async def test_children_that_ignore_sigterm_are_killed_with_their_own_children():

@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import grpc
@@ -37,12 +38,23 @@ from tests.serving.gateway.intake.large_inputs import (
 
 pytestmark = [pytest.mark.alone, pytest.mark.timeout(900)]
 PAUSE_S = 0.05  # beyond what there is beside nothing
+NUM_TRIES = 3  # of an input: what pauses by itself does so every time, what a busy machine does to it not
 MAX_GROWTH = 4  # times the bytes in flight
 ALLOWED_BYTES = 64 * MB  # what a gateway takes for its first request anyhow
 TOKENIZER_BYTES = 190  # for each of a text while it is encoded: Hugging Face's, and not ours to bound
 NUM_AT_ONCE, BUDGET_BYTES = 50, 64 * MB
 NUM_TOKENS, PACE_S = 1_500, 0.004
 CONTEXTS = (2_000, 262_144)  # tokens
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Measured:
+    """What one input did to what ran beside it."""
+
+    told: str
+    status: int
+    is_slow: bool
+    grown_bytes: int
 
 
 class Deployment:
@@ -104,6 +116,21 @@ class Deployment:
         """The value of `VmRSS`, or of `VmHWM`, its peak (proc(5))."""
         lines = Path(f"/proc/{self.pid}/status").read_text().splitlines()
         return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(name))
+
+    def measured(self, name: str, sent: Input) -> Measured:
+        calm_stream, calm_health, _ = self.beside(None, 1.5)
+        self.forget_peak()
+        before = self.memory_bytes("VmRSS")
+        stream, health, status = self.beside(sent, 1.5)
+        grown = self.memory_bytes("VmHWM") - before
+        told = (
+            f"{name}, {len(sent.body) / MB:.1f} MB: {status}; "
+            f"stream {stream * 1e3:.0f} ms ({calm_stream * 1e3:.0f} calm), "
+            f"health {health * 1e3:.0f} ms ({calm_health * 1e3:.0f} calm), memory +{grown / MB:.0f} MB"
+        )
+        print(told)  # noqa: T201
+        is_slow = stream > calm_stream + PAUSE_S or health > calm_health + PAUSE_S
+        return Measured(told=told, status=status, is_slow=is_slow, grown_bytes=grown)
 
     def beside(self, sent: Input | None, lasts_s: float) -> tuple[float, float, int]:
         """The longest pause of a stream, the slowest `/health`, and the status of what was sent beside them."""
@@ -171,22 +198,14 @@ def test_no_large_input_stops_a_stream_or_fills_the_memory(context_tokens: int, 
     with deployment(context_tokens, tmp_path) as deployed:
         deployed.beside(None, 1.0)
         for name, sent in {**served, **large_bodies(), **large_messages()}.items():
-            calm_stream, calm_health, _ = deployed.beside(None, 1.5)
-            deployed.forget_peak()
-            before = deployed.memory_bytes("VmRSS")
-            stream, health, status = deployed.beside(sent, 1.5)
-            grown = deployed.memory_bytes("VmHWM") - before
-            told = (
-                f"{name}, {len(sent.body) / MB:.1f} MB: {status}; "
-                f"stream {stream * 1e3:.0f} ms ({calm_stream * 1e3:.0f} calm), "
-                f"health {health * 1e3:.0f} ms ({calm_health * 1e3:.0f} calm), memory +{grown / MB:.0f} MB"
-            )
-            print(told)  # noqa: T201
-            is_slow = stream > calm_stream + PAUSE_S or health > calm_health + PAUSE_S
-            in_flight = sent.bytes_in_flight() if name in served else len(sent.body)
-            is_wrong = status == 500 or (status != 200 and name in served and context_tokens == max(CONTEXTS))
-            if is_slow or is_wrong or grown > most_growth(sent, in_flight, 1):
-                faults.append(told)
+            must_succeed = name in served and context_tokens == max(CONTEXTS)
+            most = most_growth(sent, sent.bytes_in_flight() if name in served else len(sent.body), 1)
+            tries = [deployed.measured(name, sent)]
+            while tries[-1].is_slow and len(tries) < NUM_TRIES:
+                tries.append(deployed.measured(name, sent))
+            is_wrong = any(one.status == 500 or (one.status != 200 and must_succeed) for one in tries)
+            if tries[-1].is_slow or is_wrong or any(one.grown_bytes > most for one in tries):
+                faults += [one.told for one in tries]
     assert not faults, "\n".join(faults)
 
 

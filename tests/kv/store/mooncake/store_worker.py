@@ -3,8 +3,8 @@
 import json
 import sys
 
-from moonshard.kv.store.mooncake_store import MooncakeStoreConfig, MooncakeStoreTier
-from tests.kv.store.store_blocks import BLOCK_BYTES, LAYOUT, are_right, await_on, blocks_of, names_of
+from moonshard.kv.store.mooncake.tier import MooncakeStoreConfig, MooncakeStoreTier
+from tests.kv.store.mooncake.store_blocks import BLOCK_BYTES, LAYOUT, are_right, await_on, blocks_of, names_of
 
 
 class Worker:

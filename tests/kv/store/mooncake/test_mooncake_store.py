@@ -15,18 +15,13 @@ import numpy as np
 import pytest
 
 from moonshard.kv.prefix import BlockName
-from moonshard.kv.store.mooncake_processes import (
-    MooncakeProcesses,
-    NativeProcess,
-    StorePorts,
-    StoreSettings,
-    StoreUnavailable,
-    answers,
-    read_usage,
-)
-from moonshard.kv.store.mooncake_store import MooncakeStoreConfig, MooncakeStoreTier
+from moonshard.kv.store.mooncake.answers import answers
+from moonshard.kv.store.mooncake.library import StoreUnavailable
+from moonshard.kv.store.mooncake.tier import MooncakeStoreConfig, MooncakeStoreTier
 from moonshard.kv.store.tier import MissCause, Tier
-from tests.kv.store.store_blocks import (
+from moonshard.serving.store.mooncake import MooncakeProcesses, StorePorts, StoreSettings, read_usage
+from moonshard.serving.store.native import NativeProcess
+from tests.kv.store.mooncake.store_blocks import (
     BLOCK_BYTES,
     LAYOUT,
     are_right,
@@ -38,7 +33,7 @@ from tests.kv.store.store_blocks import (
 
 pytestmark = pytest.mark.xdist_group("mooncake")
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 SETTINGS = StoreSettings(segment_bytes=64 * 1024 * 1024)
 AT_ONCE_S = 1.0  # on a machine that does other things too: the library's own limit is 30 s
 NUM_BLOCKS = 8
@@ -112,7 +107,7 @@ class WorkerProcess:
     def __init__(self, processes: MooncakeProcesses, timeout_s: float):
         address = processes.ports.client_address
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.kv.store.store_worker", address, str(timeout_s)],
+            [sys.executable, "-m", "tests.kv.store.mooncake.store_worker", address, str(timeout_s)],
             cwd=ROOT,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -169,7 +164,7 @@ def num_store_threads() -> int:
 
 
 def process_of(processes: MooncakeProcesses, which: str) -> NativeProcess:
-    return {"master": processes.master, "client": processes.client}[which]
+    return next(process for process in processes.all if process.name == f"mooncake_{which}")
 
 
 def seconds_of(call: Callable[[], object]) -> float:
@@ -357,11 +352,11 @@ def test_while_a_process_is_stopped_all_is_a_miss_at_once_and_then_it_serves_aga
 
 def test_what_waits_for_a_stopped_master_does_not_hang(own_store: MooncakeProcesses, hasty: MooncakeStoreTier):
     """The library's own limit is 30 s."""
-    stop(own_store.master)
+    stop(process_of(own_store, "master"))
     hasty.find(names_of("wait", 1))
     hasty.close()
     await_that(lambda: num_store_threads() == 0, timeout_s=15.0)
-    go_on(own_store.master)
+    go_on(process_of(own_store, "master"))
 
 
 @pytest.fixture
@@ -535,7 +530,8 @@ def test_closing_while_the_store_hangs_takes_little(own_store: MooncakeProcesses
 
 def test_a_process_that_uses_the_store_says_nothing(shared_store: MooncakeProcesses):
     code = (
-        "import sys; from tests.kv.store.store_worker import *; worker = Worker(sys.argv[1], 10.0); worker.await_on()\n"
+        "import sys; from tests.kv.store.mooncake.store_worker import *\n"
+        "worker = Worker(sys.argv[1], 10.0); worker.await_on()\n"
         "assert worker.keep('quiet', 2) == worker.fetch('quiet', 2) == [True, True]; worker.close()"
     )
     argv = [sys.executable, "-c", code, shared_store.ports.client_address]
@@ -562,7 +558,7 @@ def test_processes_that_cannot_start_say_why_and_leave_none_behind(shared_store:
     assert processes.pids == ()
     taken = StorePorts(master=ports.master, metrics=ports.metrics, client=shared_store.ports.client)
     processes = MooncakeProcesses(taken, SETTINGS)
-    with pytest.raises(StoreUnavailable, match="something answers at port"):
+    with pytest.raises(StoreUnavailable, match="something answers at"):
         processes.start()
     assert processes.pids == ()
     assert not answers(f"127.0.0.1:{ports.master}", timeout_s=0.2)

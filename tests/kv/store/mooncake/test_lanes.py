@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from moonshard.kv.store.lanes import Lanes
-from tests.kv.store.store_blocks import await_that
+from moonshard.kv.store.mooncake.lanes import Lanes
+from tests.kv.store.mooncake.store_blocks import await_that
 
 NAME = "test-lanes"
 NUM_LANES = 3

@@ -9,7 +9,7 @@ import numpy as np
 
 from moonshard.kv.prefix import BlockName
 from moonshard.kv.slab import Bytes
-from moonshard.kv.store.mooncake_store import MooncakeStoreTier
+from moonshard.kv.store.mooncake.tier import MooncakeStoreTier
 
 BLOCK_BYTES = 100_003  # no multiple of anything
 LAYOUT = bytes(range(8))

@@ -4,7 +4,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from moonshard.kv.store.breaker import Attempt, Breaker
+from moonshard.kv.store.mooncake.breaker import Attempt, Breaker
 
 REST_S = 5.0
 

@@ -1,0 +1,60 @@
+"""The library, set up for one worker, and the memory through which blocks go."""
+
+import ctypes
+import mmap
+
+import numpy as np
+
+from moonshard.kv.native_stderr import stderr_without
+from moonshard.kv.slab import Bytes
+from moonshard.kv.store.mooncake.answers import answers
+from moonshard.kv.store.mooncake.library import Library, new_library
+
+PROBE_TIMEOUT_S = 0.5  # of a client that is well, on a busy machine
+LOGGED_AT_EVERY_END = ("Logging before InitGoogleLogging() is written to STDERR", "Dummy Client not connected")
+
+
+class Session:
+    """The library, set up, and the memory that the client maps too."""
+
+    def __init__(self, library: Library, address: int, num_rows: int, row_bytes: int):
+        self.library = library
+        self._address = address
+        self.lost_since_s: float | None = None  # when it first seemed that the client does not know the memory
+        memory = (ctypes.c_uint8 * (num_rows * row_bytes)).from_address(address)
+        self.rows: Bytes = np.frombuffer(memory, np.uint8).reshape(num_rows, row_bytes)
+
+    @classmethod
+    def open(cls, address: str, *, num_rows: int, row_bytes: int) -> "Session | None":
+        """None where there is no client, or no memory."""
+        if not answers(address, timeout_s=PROBE_TIMEOUT_S):
+            return None
+        library = new_library()
+        if library.setup_dummy(0, 0, address) != 0:
+            return None
+        memory = library.alloc_from_mem_pool(num_rows * row_bytes)
+        if memory == 0 or library.register_buffer(memory, num_rows * row_bytes) != 0:
+            library.close()
+            return None
+        return cls(library, memory, num_rows, row_bytes)
+
+    def address(self, row: int) -> int:
+        return self._address + row * self.rows.shape[1]
+
+    def close(self, address: str) -> None:
+        """Only where the client answers: with Python's lock held, the library would wait for it for 30 s."""
+        if not answers(address, timeout_s=PROBE_TIMEOUT_S):
+            self.abandon()
+            return
+        with stderr_without(LOGGED_AT_EVERY_END):
+            self.library.close()
+        self._give_pages_back()
+
+    def abandon(self) -> None:
+        """Leaves the library to itself until the process ends, for not even its destructor may run."""
+        self._give_pages_back()
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self.library))
+
+    def _give_pages_back(self) -> None:
+        """What is read here from now on is zero."""
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(self._address), ctypes.c_size_t(self.rows.nbytes), mmap.MADV_REMOVE)

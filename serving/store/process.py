@@ -1,0 +1,117 @@
+"""Mooncake Store's master and client, held by one process: started together, ended together.
+
+They belong together. The master says for 10 s more that a client which has ended has all its blocks, and a client that
+comes back behind it may be taken for the one before: so when one ends by itself, this process ends the other and
+itself, and whoever has started it starts it again, empty. Workers count what they ask for meanwhile as misses.
+
+The master may be somebody else's, for several machines. Whether that can be reached is no condition for serving: the
+client is started again until it can.
+"""
+
+import asyncio
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from moonshard.kv.listening import listening_ports
+from moonshard.kv.store.mooncake.library import StoreUnavailable
+from moonshard.rpc.addresses import host_port
+from moonshard.serving.config.keys import Config, ConfigError, kv_host_of
+from moonshard.serving.deploy.life import Life, stop_signals
+from moonshard.serving.deploy.startup import ProcessStart
+from moonshard.serving.deploy.status_pipe import Status
+from moonshard.serving.engine.capacity.memory import free_memory_bytes
+from moonshard.serving.store.mooncake import MooncakeProcesses, StorePorts, StoreSettings, free_ports
+
+START_S = 20.0
+STOP_S = 3.0
+KEY = "kv.store.dram_bytes"
+
+logger = logging.getLogger(__name__)
+
+
+async def run_store(config: Config, *, status: Status, start: ProcessStart) -> int:
+    """Serves until told to stop; the exit code. ConfigError where it cannot be started."""
+    with stop_signals() as stop:
+        life = Life(role="store", status=status, start=start, stop=stop, drain_timeout_s=STOP_S)
+        processes = _processes_for(config)
+        try:
+            with start.timings.phase("mooncake"):
+                await _start(processes)
+            return await life.live(ServedStore(processes), name=processes.ports.client_address, recorder=None)
+        finally:
+            await asyncio.to_thread(processes.stop, STOP_S)
+
+
+@dataclass(frozen=True, slots=True)
+class ServedStore:
+    """The processes as `deploy.life` drives them: ready from the first, until one of them ends."""
+
+    processes: MooncakeProcesses
+
+    async def failure(self) -> BaseException:
+        ended = [asyncio.create_task(asyncio.to_thread(process.wait)) for process in self.processes.all]
+        done, _ = await asyncio.wait(ended, return_when=asyncio.FIRST_COMPLETED)
+        return StoreUnavailable(done.pop().result())
+
+    async def set_serving(self, is_serving: bool) -> None:
+        pass
+
+    async def wait_ready(self) -> None:
+        pass
+
+    async def wait_not_ready(self) -> None:
+        await asyncio.Event().wait()
+
+    def on_ready(self) -> Mapping[str, object]:
+        """What stands open, in words."""
+        client = self.processes.client
+        ports = listening_ports(client.pid) - {self.processes.ports.client} if client.pid is not None else ()
+        opened = f"; open to whoever reaches them are its ports: {', '.join(map(str, sorted(ports)))}" if ports else ""
+        return {"message": f"ready at {self.processes.ports.client_address}{opened}"}
+
+    def on_told(self) -> None:
+        pass
+
+    def begin_drain(self) -> None:
+        pass
+
+    async def wait_idle(self) -> None:
+        pass
+
+    async def cut_off(self) -> None:
+        pass
+
+    async def close(self) -> None:
+        pass
+
+    def fail(self, error: BaseException) -> None:
+        logger.error("%s; what it held is lost", error)
+
+
+def _processes_for(config: Config) -> MooncakeProcesses:
+    store = config.kv.store
+    if not store.dram_bytes:
+        raise ConfigError([f"{KEY}: 0 bytes hold no blocks"])
+    if store.dram_bytes > (free := free_memory_bytes()):
+        raise ConfigError([f"{KEY}: {store.dram_bytes} bytes are more than this machine has left ({free})"])
+    address = store.client or host_port(kv_host_of(config), *free_ports(1))
+    host, _, port = address.rpartition(":")
+    master, metrics = free_ports(2)
+    ports = StorePorts(master=master, metrics=metrics, client=int(port), client_host=host)
+    settings = StoreSettings(segment_bytes=store.dram_bytes, ports=config.kv.ports)
+    try:
+        return MooncakeProcesses(ports, settings, master_address=store.master, on_line=logger.warning)
+    except StoreUnavailable as error:
+        raise ConfigError([f"{KEY}: {error}"]) from error
+
+
+async def _start(processes: MooncakeProcesses) -> None:
+    for process in processes.all:
+        try:
+            process.start()  # on this thread, with which it ends
+            await asyncio.to_thread(process.wait_until_it_answers, START_S)
+        except StoreUnavailable as error:
+            if processes.master is not None:
+                raise ConfigError([f"{KEY}: {error}"]) from error
+            logger.warning("%s; until it answers nothing is found in Mooncake Store", error)
