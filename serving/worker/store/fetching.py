@@ -8,7 +8,7 @@ later than that is not landed. Until it is begun nothing of a request reaches th
 import asyncio
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -102,9 +102,12 @@ class FetchedFirst:
 
     async def _fetch_first(self, wait: Wait[Wanted], begin: Callable[[dict[str, int]], None]) -> None:
         wanted = wait.what
+        began_s = time.perf_counter()
         await self._follow(wanted)
         num_found = len(wanted.names) - len(self._missing(wanted))
-        fetched = None if self._held.is_over(wait) else await self._fetch(wanted.partition, wanted.names[num_found:])
+        fetched = None
+        if not self._held.is_over(wait):
+            fetched = await self._fetch(wanted.partition, wanted.names[num_found:], time.perf_counter() - began_s)
         if not self._held.let_go(wait):
             return
         landed = _NOTHING if fetched is None else self._land(wanted, num_found, fetched)
@@ -123,8 +126,11 @@ class FetchedFirst:
     def _missing(self, wanted: Wanted) -> Sequence[BlockName]:
         return wanted.names[len(self._cache.match(wanted.partition, wanted.names)) :]
 
-    async def _fetch(self, partition: int, chain: Sequence[BlockName]) -> Fetched | None:
-        """The first blocks of the chain that are worth it and came in time; None for none."""
+    async def _fetch(self, partition: int, chain: Sequence[BlockName], waited_s: float) -> Fetched | None:
+        """The first blocks of the chain that are worth it and came in time; None for none.
+
+        The time that the request has waited already for another one's fetch counts.
+        """
         if not chain or self._threads.is_full:
             return None
         found: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -132,14 +138,16 @@ class FetchedFirst:
         try:
             tiers = await self._find(chain)
             plan = self._times.plan(runs_of(tiers), self._tokens_ahead(partition), time.perf_counter())
-            return await self._fetch_planned(chain, plan) if plan.num_blocks and not self._threads.is_full else None
+            if not plan.num_blocks or self._threads.is_full or 0 < plan.wait_s <= waited_s:
+                return None
+            return await self._fetch_planned(chain, replace(plan, wait_s=max(0.0, plan.wait_s - waited_s)))
         finally:
             asyncio.get_running_loop().call_soon(found.set_result, None)  # once they have landed
             if self._leaders.get((partition, chain[0])) is found:
                 del self._leaders[partition, chain[0]]
 
     async def _find(self, chain: Sequence[BlockName]) -> Sequence[str | None]:
-        asked = self._threads.ask(self._stack.find, chain)
+        asked = self._threads.look_up(self._stack.find, chain)
         if not await asked.within(FIND_WAIT_S):
             asked.give_up()
             return ()

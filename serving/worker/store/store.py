@@ -1,5 +1,6 @@
 """A worker's tiers, as the worker sees them: what begins later for their sake, what is written down, what they cost."""
 
+import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
@@ -30,6 +31,7 @@ from moonshard.sharding.layout import BlockShape
 MAX_QUEUED_BLOCKS = 4096  # names that wait to be written; blocks are lost sooner than that, where none is written
 MAX_CAME = 4096
 UPKEEP_S = 30.0
+CLOSE_S = 5.0
 
 
 class WorkerStore:
@@ -149,9 +151,11 @@ class WorkerStore:
         await self._writing.flush()
 
     def close(self) -> None:
-        """Blocks. What has not been written by now is not."""
+        """Blocks, for a few seconds at the most. What has not been written by now is not."""
         self._threads.close()
-        self._stack.close()
+        closing = threading.Thread(target=self._stack.close, name="tier-close", daemon=True)  # which may hang, too
+        closing.start()
+        closing.join(CLOSE_S)
 
     def _as_pages(self, rows: np.ndarray) -> np.ndarray:
         return rows.view(self._dtype).reshape(len(rows), *self._shape)

@@ -259,7 +259,7 @@ def test_a_range_of_kv_ports_too_short_for_the_workers_of_one_machine_is_refused
     with pytest.raises(ConfigError, match=r"kv\.ports: 3 workers need 6 ports, 20100 to 20104 are 5"):
         check_kv_ports_suffice(load_config(None, short), num_workers=3, num_stores=0)
     check_kv_ports_suffice(load_config(None, short), num_workers=2, num_stores=0)
-    told = r"2 workers and 1 ends of the store need 6 ports, 20100 to 20104 are 5"
+    told = r"the store and 2 workers need 7 ports, 20100 to 20104 are 5"
     with pytest.raises(ConfigError, match=told):
         check_kv_ports_suffice(load_config(None, short), num_workers=2, num_stores=1)
     for unused in ('mode="aggregated"', 'kv.transport="grpc"'):

@@ -28,8 +28,8 @@ from moonshard.serving.worker.store import fetching
 from moonshard.serving.worker.store.fetching import FetchedFirst, Wanted
 from moonshard.serving.worker.store.threads import Asked
 from moonshard.serving.worker.store.writing import WriteThrough
+from tests.kv.store.kept_tier import KeptTier
 from tests.serving.fake_device import VOCAB_SIZE, FakeDevice, true_output, true_tokens
-from tests.serving.worker.store.kept_tier import KeptTier
 from tests.serving.worker.store.virtual_loop import run_virtually
 
 BLOCK_SIZE, ROOT, NOTHING = 4, b"root", -9
@@ -50,6 +50,8 @@ class ScriptedThreads:
 
     def ask(self, work: Callable[..., Any], *arguments: object) -> Asked[Any]:
         return Asked(self._add(work, *arguments))
+
+    look_up = ask
 
     async def write(self, work: Callable[..., Any], *arguments: object) -> Any:
         return await asyncio.wrap_future(self._add(work, *arguments))
@@ -140,7 +142,7 @@ class World:
             threads=self.threads,  # pyright: ignore[reportArgumentType]
             on_kept=lambda kept: None,
         )
-        times = FetchTimes(BLOCK_SIZE)
+        self.times = times = FetchTimes(BLOCK_SIZE)
         if rng.random() < 0.7:
             times.computed(BLOCK_SIZE, rng.choice([0.002, 0.02, 0.2]))  # so that waits are as short
         self.fetching = FetchedFirst(
@@ -335,6 +337,31 @@ def test_what_is_behind_blocks_that_were_lost_meanwhile_is_not_landed():
         assert world.num_from_tiers == 0
 
     run_virtually(scenario(World(0, num_partitions=1, num_blocks=8)))
+
+
+def test_who_has_waited_in_vain_for_what_another_fetches_does_not_wait_as_long_again(monkeypatch: pytest.MonkeyPatch):
+    async def scenario(world: World) -> None:
+        loop = asyncio.get_running_loop()
+        monkeypatch.setattr(fetching.time, "perf_counter", loop.time)
+        for _ in range(100):
+            world.times.computed(BLOCK_SIZE, 0.5)
+        first, second = world.a_request(PROMPT), world.a_request(PROMPT)
+        in_tier(world, first)
+        began_s = loop.time()
+        world.begin(first)
+        await until_fetching(world)  # and no thread takes it
+        world.begin(second)
+        while world.fetching.num_waiting:
+            await asyncio.sleep(0.01)
+            for index, (running, _) in reversed(list(enumerate(world.threads.pending))):
+                if index or running.cancelled():  # the second one's look-up
+                    world.threads.run(index)
+        wait_s = world.times.compute_s(4 * BLOCK_SIZE)
+        assert wait_s is not None
+        assert loop.time() - began_s < 1.2 * wait_s
+        await world.finish()
+
+    run_virtually(scenario(World(0, num_partitions=1, num_blocks=16)))
 
 
 def run_schedule(seed: int, monkeypatch: pytest.MonkeyPatch) -> World:
