@@ -1,11 +1,13 @@
 """Requests that wait until blocks of their prompt came up from a tier: each is begun then, as if it came then.
 
-What is fetched lands in blocks that nobody else has, is noted in the prefix cache and released, and the request is
-begun: it finds them there like any others. A request waits no longer than `control.tiers.fetches` says, and what comes
-later than that is not landed. Until it is begun nothing of a request reaches the worker but its end.
+A request takes blocks that nobody else has, as soon as there are enough; what is fetched lands there, is noted in the
+prefix cache and released, and the request is begun: it finds them there like any others. It waits no longer than
+`control.tiers.fetches` says, and what comes later than that is not landed. Until it is begun nothing of a request
+reaches the worker but its end.
 """
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -67,6 +69,7 @@ class FetchedFirst:
         self._held = Held[Wanted]()
         self._leaders: dict[tuple[int, BlockName], asyncio.Future[None]] = {}  # who fetches from that block on
         self._background = Background(engine.fail)
+        self._freed = asyncio.Event()  # set with the next step
         self.num_late = 0  # fetches that were not waited for to the end
 
     @property
@@ -101,17 +104,15 @@ class FetchedFirst:
     # ---- what happens meanwhile
 
     async def _fetch_first(self, wait: Wait[Wanted], begin: Callable[[dict[str, int]], None]) -> None:
-        wanted = wait.what
-        began_s = time.perf_counter()
+        wanted, began_s = wait.what, time.perf_counter()
         await self._follow(wanted)
-        num_found = len(wanted.names) - len(self._missing(wanted))
-        fetched = None
-        if not self._held.is_over(wait):
-            fetched = await self._fetch(wanted.partition, wanted.names[num_found:], time.perf_counter() - began_s)
-        if not self._held.let_go(wait):
-            return
-        landed = _NOTHING if fetched is None else self._land(wanted, num_found, fetched)
-        begin(landed.tokens)  # it holds at once what it finds, if it can be admitted
+        brought = None if self._held.is_over(wait) else await self._bring(wait, began_s)
+        is_wanted = self._held.let_go(wait)
+        landed = _NOTHING
+        if brought is not None:
+            landed = self._land(wanted, brought) if is_wanted else _Landed(brought.taken, {})
+        if is_wanted:
+            begin(landed.tokens)  # it holds at once what it finds, if it can be admitted
         if landed.blocks:
             self._pool.release(wanted.partition, landed.blocks[::-1])
             self._engine.wake()
@@ -126,25 +127,71 @@ class FetchedFirst:
     def _missing(self, wanted: Wanted) -> Sequence[BlockName]:
         return wanted.names[len(self._cache.match(wanted.partition, wanted.names)) :]
 
-    async def _fetch(self, partition: int, chain: Sequence[BlockName], waited_s: float) -> Fetched | None:
-        """The first blocks of the chain that are worth it and came in time; None for none.
+    async def _bring(self, wait: Wait[Wanted], began_s: float) -> "_Brought | None":
+        """The first blocks that the cache lacks, and room for them; None where none are worth it.
 
-        The time that the request has waited already for another one's fetch counts.
+        Until it has blocks to land them in, a request fetches nothing: without these it could not run either, and what
+        was fetched for nothing would have to be computed. All of it takes no longer than is worth waiting.
         """
-        if not chain or self._threads.is_full:
-            return None
-        found: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._leaders.setdefault((partition, chain[0]), found)
+        wanted, first = wait.what, self._missing(wait.what)[:1]
+        over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        key = (wanted.partition, *first)
+        if first:
+            self._leaders.setdefault(key, over)
         try:
-            tiers = await self._find(chain)
-            plan = self._times.plan(runs_of(tiers), self._tokens_ahead(partition), time.perf_counter())
-            if not plan.num_blocks or self._threads.is_full or 0 < plan.wait_s <= waited_s:
-                return None
-            return await self._fetch_planned(chain, replace(plan, wait_s=max(0.0, plan.wait_s - waited_s)))
+            while not (self._held.is_over(wait) or self._threads.is_full):
+                num_found = len(wanted.names) - len(self._missing(wanted))
+                chain = wanted.names[num_found:]
+                plan = await self._plan(wanted.partition, chain)
+                left_s = plan.wait_s - (time.perf_counter() - began_s)
+                if plan.num_blocks and plan.wait_s == 0:
+                    await self._fetch_planned(chain, plan)
+                if not plan.num_blocks or left_s <= 0:
+                    return None
+                if (taken := self._take(wanted, num_found, plan.num_blocks)) is not None:
+                    fetched = await self._fetch_planned(chain, replace(plan, wait_s=left_s))
+                    return _Brought(num_found, taken, fetched)
+                if not await self._wait_for_room(wanted.partition, plan.num_blocks, left_s):
+                    return None
+            return None
         finally:
-            asyncio.get_running_loop().call_soon(found.set_result, None)  # once they have landed
-            if self._leaders.get((partition, chain[0])) is found:
-                del self._leaders[partition, chain[0]]
+            asyncio.get_running_loop().call_soon(over.set_result, None)  # once they have landed
+            if self._leaders.get(key) is over:
+                del self._leaders[key]
+
+    async def _plan(self, partition: int, chain: Sequence[BlockName]) -> FetchPlan:
+        tiers = await self._find(chain) if chain else ()
+        return self._times.plan(runs_of(tiers), self._tokens_ahead(partition), time.perf_counter())
+
+    def _take(self, wanted: Wanted, num_found: int, num_blocks: int) -> tuple[int, ...] | None:
+        """Holds the first `num_found` blocks, and takes so many behind them; None, and nothing changes, where they are
+        gone, or there is no room.
+        """
+        before = self._cache.match(wanted.partition, wanted.names[:num_found])
+        if len(before) < num_found:
+            return None
+        self._cache.hold(wanted.partition, before)
+        blocks = self._pool.allocate(wanted.partition, num_blocks)
+        if blocks is None:
+            self._pool.release(wanted.partition, before[::-1])
+            return None
+        return before + blocks
+
+    async def _wait_for_room(self, partition: int, num_blocks: int, timeout_s: float) -> bool:
+        """Whether there was room for so many before that time was over."""
+        ends_s = time.perf_counter() + timeout_s
+        while self._pool.num_free(partition) < num_blocks:
+            left_s = ends_s - time.perf_counter()
+            if left_s <= 0:
+                return False
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._freed.wait(), left_s)
+        return True
+
+    def step_ended(self) -> None:
+        """Blocks may be free that were not."""
+        self._freed.set()
+        self._freed = asyncio.Event()
 
     async def _find(self, chain: Sequence[BlockName]) -> Sequence[str | None]:
         asked = self._threads.look_up(self._stack.find, chain)
@@ -183,25 +230,24 @@ class FetchedFirst:
 
     # ---- what came
 
-    def _land(self, wanted: Wanted, num_found: int, fetched: Fetched) -> "_Landed":
-        """Lands what the cache still lacks, if all of it fits. What it holds is the caller's to release."""
-        partition, cache = wanted.partition, self._cache
-        before = cache.match(partition, wanted.names)
-        end = num_found + len(fetched.names)
-        num_new = end - len(before)
-        if len(before) < num_found or num_new <= 0:
-            return _NOTHING  # what they are behind is gone, or all are known by now
+    def _land(self, wanted: Wanted, brought: "_Brought") -> "_Landed":
+        """Lands what the cache still lacks. What it holds is the caller's to release."""
+        if brought.fetched is None:
+            return _Landed(brought.taken, {})
+        partition, cache, names = wanted.partition, self._cache, wanted.names
+        before = cache.match(partition, names)  # others may have computed more of it meanwhile
         cache.hold(partition, before)
-        blocks = self._pool.lease(partition, num_new) or ()
+        num_new = max(0, brought.num_found + len(brought.fetched.names) - len(before))
+        blocks = brought.taken[brought.num_found :][:num_new]
         if blocks:
-            rows = fetched.blocks[len(before) - num_found :]
+            rows = brought.fetched.blocks[len(before) - brought.num_found :]
             self._engine.land(partition, blocks, self._as_pages(rows), lambda: None)
-            self._pool.land(partition, blocks)
-            names = wanted.names
             for index, block in enumerate(blocks, len(before)):
                 cache.note(partition, block, names[index], names[index - 1] if index else None)
-            self._on_fetched(fetched)
-        return _Landed(before + blocks, self._tokens_of(fetched, len(blocks)))
+            self._on_fetched(brought.fetched)
+        spare = [block for block in brought.taken if block not in blocks]
+        self._pool.release(partition, spare[::-1])
+        return _Landed(before + blocks, self._tokens_of(brought.fetched, len(blocks)))
 
     def _tokens_of(self, fetched: Fetched, num_landed: int) -> dict[str, int]:
         """The tokens that came from each tier: those of the last blocks that were fetched."""
@@ -210,6 +256,15 @@ class FetchedFirst:
         for tier in tiers[len(tiers) - num_landed :]:
             tokens[tier] = tokens.get(tier, 0) + self._pool.block_size
         return tokens
+
+
+@dataclass(frozen=True, slots=True)
+class _Brought:
+    """Blocks that are held: those that the cache had, and behind them as many as were to be fetched."""
+
+    num_found: int  # of the former
+    taken: tuple[int, ...]
+    fetched: Fetched | None  # None: it did not come in time
 
 
 @dataclass(frozen=True, slots=True)

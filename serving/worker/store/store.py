@@ -131,6 +131,7 @@ class WorkerStore:
 
     def tick(self) -> None:
         self._writing.tick()
+        self._fetching.step_ended()
         if time.monotonic() - self._kept_up_s > UPKEEP_S:
             self._kept_up_s = time.monotonic()
             self._threads.write_behind(self._stack.upkeep)
@@ -145,6 +146,7 @@ class WorkerStore:
         elif done.kind is StepKind.LAND:
             self._times.landed(done.num_blocks, seconds)
         self._writing.step_ended()
+        self._fetching.step_ended()
 
     async def flush(self) -> None:
         """Writes down what waits."""

@@ -223,6 +223,7 @@ class World:
         if self.engine.in_flight:
             self.engine.in_flight.popleft()()
             self.writing.step_ended()
+            self.fetching.step_ended()
 
     def run_a_thread(self) -> None:
         if self.threads.pending:
@@ -230,6 +231,7 @@ class World:
 
     def tick(self) -> None:
         self.writing.tick()
+        self.fetching.step_ended()
 
     def lose(self) -> None:
         """A tier forgets a block, or it does not come any more."""
@@ -323,18 +325,61 @@ def test_what_was_computed_meanwhile_is_not_landed_again():
     run_virtually(scenario(World(0, num_partitions=1, num_blocks=16)))
 
 
-def test_what_is_behind_blocks_that_were_lost_meanwhile_is_not_landed():
+def test_what_the_device_loses_while_tiers_are_asked_is_fetched_too():
+    async def scenario(world: World) -> None:
+        compute(world, [*PROMPT[:8], 3])
+        request = world.a_request(PROMPT)
+        in_tier(world, request)
+        world.begin(request)
+        await asyncio.sleep(0)
+        for number in range(3):
+            compute(world, [number] * 27)  # takes all blocks but one
+        world.threads.run(0)  # which tells where the last two are
+        await asyncio.sleep(0.001)
+        await until_fetching(world)
+        world.threads.run(0)
+        await world.finish()
+        assert world.num_from_tiers == 4 * BLOCK_SIZE
+
+    run_virtually(scenario(World(0, num_partitions=1, num_blocks=8)))
+
+
+def test_what_the_device_has_stays_while_the_rest_is_fetched():
     async def scenario(world: World) -> None:
         compute(world, [*PROMPT[:8], 3])
         request = world.a_request(PROMPT)
         in_tier(world, request)
         world.begin(request)
         await until_fetching(world)
-        for number in range(3):
-            compute(world, [number] * 27)  # takes all blocks but one
+        compute(world, [9] * 15)  # takes all others
         world.threads.run(0)
         await world.finish()
-        assert world.num_from_tiers == 0
+        assert world.num_from_tiers == 2 * BLOCK_SIZE
+
+    run_virtually(scenario(World(0, num_partitions=1, num_blocks=8)))
+
+
+def test_a_request_fetches_once_there_is_room(monkeypatch: pytest.MonkeyPatch):
+    async def scenario(world: World) -> None:
+        monkeypatch.setattr(fetching.time, "perf_counter", asyncio.get_running_loop().time)
+        for _ in range(100):
+            world.times.computed(BLOCK_SIZE, 0.5)
+        request, other = world.a_request(PROMPT), world.a_request([9] * 19)
+        in_tier(world, request)
+        world.scheduler.add(other, 0.0, None, 0)
+        world.engine.launch()
+        world.begin(request)
+        await asyncio.sleep(0)
+        world.threads.run(0)
+        await asyncio.sleep(0.1)
+        assert not world.threads.pending  # it waits, and has fetched nothing
+        while other.id not in world.engine.ended:
+            world.engine.launch()
+            world.complete()
+        await until_fetching(world)
+        world.threads.run(0)
+        await world.finish()
+        assert world.num_from_tiers == 4 * BLOCK_SIZE
 
     run_virtually(scenario(World(0, num_partitions=1, num_blocks=8)))
 
@@ -356,9 +401,9 @@ def test_who_has_waited_in_vain_for_what_another_fetches_does_not_wait_as_long_a
             for index, (running, _) in reversed(list(enumerate(world.threads.pending))):
                 if index or running.cancelled():  # the second one's look-up
                     world.threads.run(index)
-        wait_s = world.times.compute_s(4 * BLOCK_SIZE)
-        assert wait_s is not None
-        assert loop.time() - began_s < 1.2 * wait_s
+        both_s = world.times.compute_s(2 * len(PROMPT))  # the first one is computed before the second by now
+        assert both_s is not None
+        assert loop.time() - began_s < 1.2 * both_s
         await world.finish()
 
     run_virtually(scenario(World(0, num_partitions=1, num_blocks=16)))
