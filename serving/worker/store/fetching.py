@@ -1,15 +1,19 @@
 """Requests that wait until blocks of their prompt came up from a tier: each is begun then, as if it came then.
 
-A request takes blocks that nobody else has, as soon as there are enough; what is fetched lands there, is noted in the
-prefix cache and released, and the request is begun: it finds them there like any others. It waits no longer than
-`control.tiers.fetches` says, and what comes later than that is not landed. Until it is begun nothing of a request
-reaches the worker but its end.
+A request takes blocks that nobody else has; what is fetched lands there, is noted in the prefix cache and released, and
+the request is begun: it finds them there like any others. It waits no longer than `control.tiers.fetches` says, and
+what comes later than that is not landed. Until it is begun nothing of a request reaches the worker but its end.
+
+Where there is no room for its blocks, or others wait for room before it, a request is begun at once and keeps its place
+among those who wait. When it could be admitted, there is room: then its blocks are fetched, and it enters behind that.
+Were they fetched before, others would take their room again; were they not, whoever had once to wait would be computed,
+and all behind it for want of the time that this takes.
 """
 
 import asyncio
-import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -25,6 +29,7 @@ from moonshard.serving.worker.background import Background
 from moonshard.serving.worker.roles.held import Held, Wait
 from moonshard.serving.worker.store.threads import Asked, TierThreads
 
+MAX_LATER = 4096
 FIND_WAIT_S = 0.05  # for what the tiers say they have
 
 
@@ -40,7 +45,8 @@ class FetchedFirst:
     """The requests of all links that wait. On the event loop.
 
     `as_pages` makes rows of bytes the array that `Engine.land` takes. `on_found` is told which tier has each
-    block of a chain, `on_fetched` which of them came up.
+    block of a chain, `on_fetched` which of them came up, `on_came` how many tokens came from each tier of a request
+    that was begun already.
     """
 
     def __init__(
@@ -55,6 +61,7 @@ class FetchedFirst:
         as_pages: Callable[[np.ndarray], np.ndarray],
         on_found: Callable[[Sequence[BlockName], Sequence[str | None]], None],
         on_fetched: Callable[[Fetched], None],
+        on_came: Callable[[bytes, dict[str, int]], None],
     ):
         self._on_found = on_found
         self._engine = engine
@@ -69,7 +76,9 @@ class FetchedFirst:
         self._held = Held[Wanted]()
         self._leaders: dict[tuple[int, BlockName], asyncio.Future[None]] = {}  # who fetches from that block on
         self._background = Background(engine.fail)
-        self._freed = asyncio.Event()  # set with the next step
+        self._on_came = on_came
+        self._later = OrderedDict[bytes, _Later]()  # begun without room for what tiers have of them
+        scheduler.bring_with(self.bring_now)
         self.num_late = 0  # fetches that were not waited for to the end
 
     @property
@@ -97,6 +106,7 @@ class FetchedFirst:
     def drop(self, request_id: bytes, link: Link) -> None:
         """The request is over, where it waits and came over this link."""
         self._held.drop(request_id, link)
+        self._later.pop(request_id, None)
 
     def close_link(self, link: Link) -> None:
         self._held.close_link(link)
@@ -128,40 +138,73 @@ class FetchedFirst:
         return wanted.names[len(self._cache.match(wanted.partition, wanted.names)) :]
 
     async def _bring(self, wait: Wait[Wanted], began_s: float) -> "_Brought | None":
-        """The first blocks that the cache lacks, and room for them; None where none are worth it.
-
-        Until it has blocks to land them in, a request fetches nothing: without these it could not run either, and what
-        was fetched for nothing would have to be computed. All of it takes no longer than is worth waiting.
+        """The first blocks that the cache lacks, and room for them. None where none are worth it, or it is not its
+        turn: then it is asked about when it could be admitted.
         """
-        wanted, first = wait.what, self._missing(wait.what)[:1]
-        over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        key = (wanted.partition, *first)
-        if first:
-            self._leaders.setdefault(key, over)
-        try:
-            while not (self._held.is_over(wait) or self._threads.is_full):
-                num_found = len(wanted.names) - len(self._missing(wanted))
-                chain = wanted.names[num_found:]
-                plan = await self._plan(wanted.partition, chain)
-                left_s = plan.wait_s - (time.perf_counter() - began_s)
-                if plan.num_blocks and plan.wait_s == 0:
-                    await self._fetch_planned(chain, plan)
-                if not plan.num_blocks or left_s <= 0:
-                    return None
-                if (taken := self._take(wanted, num_found, plan.num_blocks)) is not None:
-                    fetched = await self._fetch_planned(chain, replace(plan, wait_s=left_s))
-                    return _Brought(num_found, taken, fetched)
-                if not await self._wait_for_room(wanted.partition, plan.num_blocks, left_s):
-                    return None
+        wanted = wait.what
+        missing = self._missing(wanted)
+        if not missing or self._threads.is_full:
             return None
+        over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        key = (wanted.partition, missing[0])
+        self._leaders.setdefault(key, over)
+        try:
+            tiers = await self._find(missing)
+            num_found = len(wanted.names) - len(self._missing(wanted))
+            kept = dict(zip(missing, tiers, strict=False))
+            plan = self._plan(wanted, num_found, kept, self._tokens_ahead(wanted.partition))
+            left_s = plan.wait_s - (time.perf_counter() - began_s)
+            if plan.num_blocks and plan.wait_s == 0:
+                await self._fetch_planned(wanted.names[num_found:], plan)
+            if not plan.num_blocks or left_s <= 0 or self._held.is_over(wait):
+                return None
+            is_first = not self._scheduler.num_blocks_due(wanted.partition)
+            taken = self._take(wanted, num_found, plan.num_blocks) if is_first else None
+            if taken is None:
+                self._later[wait.request_id] = _Later(wanted, kept)
+                if len(self._later) > MAX_LATER:  # of requests that ended before it was their turn
+                    self._later.popitem(last=False)
+                return None
+            fetched = await self._fetch_planned(wanted.names[num_found:], replace(plan, wait_s=left_s))
+            return _Brought(num_found, taken, fetched)
         finally:
             asyncio.get_running_loop().call_soon(over.set_result, None)  # once they have landed
             if self._leaders.get(key) is over:
                 del self._leaders[key]
 
-    async def _plan(self, partition: int, chain: Sequence[BlockName]) -> FetchPlan:
-        tiers = await self._find(chain) if chain else ()
-        return self._times.plan(runs_of(tiers), self._tokens_ahead(partition), time.perf_counter())
+    def bring_now(self, request_id: bytes) -> bool:
+        """Whether blocks are being fetched of a request that could be admitted: then it is, once they have landed."""
+        later = self._later.pop(request_id, None)
+        if later is None or self._threads.is_full:
+            return False
+        wanted = later.wanted
+        num_found = len(wanted.names) - len(self._missing(wanted))
+        plan = self._plan(wanted, num_found, later.tiers, 0)
+        if not plan.num_blocks or plan.wait_s == 0:
+            return False
+        if (taken := self._take(wanted, num_found, plan.num_blocks)) is None:
+            return False
+        self._background.spawn(self._bring_aside(request_id, wanted, num_found, taken, plan))
+        return True
+
+    async def _bring_aside(
+        self, request_id: bytes, wanted: Wanted, num_found: int, taken: tuple[int, ...], plan: FetchPlan
+    ) -> None:
+        fetched = await self._fetch_planned(wanted.names[num_found:], plan)
+        landed = self._land(wanted, _Brought(num_found, taken, fetched))
+        if landed.tokens:
+            self._on_came(request_id, landed.tokens)
+        self._scheduler.take_back(wanted.partition, request_id)
+        self._engine.wake()  # it is the first in line, and holds at once what it finds, if it can
+        self._pool.release(wanted.partition, landed.blocks[::-1])
+        self._engine.wake()
+
+    def _plan(
+        self, wanted: Wanted, num_found: int, tiers: Mapping[BlockName, str | None], num_tokens_ahead: int
+    ) -> FetchPlan:
+        """What to fetch behind the first so many blocks, by where its blocks were."""
+        behind = [tiers.get(name) for name in wanted.names[num_found:]]
+        return self._times.plan(runs_of(behind), num_tokens_ahead, time.perf_counter())
 
     def _take(self, wanted: Wanted, num_found: int, num_blocks: int) -> tuple[int, ...] | None:
         """Holds the first `num_found` blocks, and takes so many behind them; None, and nothing changes, where they are
@@ -176,22 +219,6 @@ class FetchedFirst:
             self._pool.release(wanted.partition, before[::-1])
             return None
         return before + blocks
-
-    async def _wait_for_room(self, partition: int, num_blocks: int, timeout_s: float) -> bool:
-        """Whether there was room for so many before that time was over."""
-        ends_s = time.perf_counter() + timeout_s
-        while self._pool.num_free(partition) < num_blocks:
-            left_s = ends_s - time.perf_counter()
-            if left_s <= 0:
-                return False
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._freed.wait(), left_s)
-        return True
-
-    def step_ended(self) -> None:
-        """Blocks may be free that were not."""
-        self._freed.set()
-        self._freed = asyncio.Event()
 
     async def _find(self, chain: Sequence[BlockName]) -> Sequence[str | None]:
         asked = self._threads.look_up(self._stack.find, chain)
@@ -256,6 +283,14 @@ class FetchedFirst:
         for tier in tiers[len(tiers) - num_landed :]:
             tokens[tier] = tokens.get(tier, 0) + self._pool.block_size
         return tokens
+
+
+@dataclass(frozen=True, slots=True)
+class _Later:
+    """A request that waits for a slot and blocks, and which tier had each of its blocks when that was asked."""
+
+    wanted: Wanted
+    tiers: Mapping[BlockName, str | None]
 
 
 @dataclass(frozen=True, slots=True)

@@ -76,6 +76,7 @@ class WorkerStore:
             as_pages=self._as_pages,
             on_found=self._on_found,
             on_fetched=self._on_fetched,
+            on_came=self._on_came,
         )
         self._kept_up_s = time.monotonic()
         self._on_kept(stack.held())
@@ -100,9 +101,7 @@ class WorkerStore:
 
         def begin_now(tokens: Mapping[str, int]) -> None:
             if tokens:
-                self._came[run.request_id] = tokens
-                if len(self._came) > MAX_CAME:  # of requests that ended without a first token
-                    self._came.popitem(last=False)
+                self._on_came(run.request_id, tokens)
             begin()
 
         self._fetching.begin(
@@ -131,7 +130,6 @@ class WorkerStore:
 
     def tick(self) -> None:
         self._writing.tick()
-        self._fetching.step_ended()
         if time.monotonic() - self._kept_up_s > UPKEEP_S:
             self._kept_up_s = time.monotonic()
             self._threads.write_behind(self._stack.upkeep)
@@ -146,7 +144,6 @@ class WorkerStore:
         elif done.kind is StepKind.LAND:
             self._times.landed(done.num_blocks, seconds)
         self._writing.step_ended()
-        self._fetching.step_ended()
 
     async def flush(self) -> None:
         """Writes down what waits."""
@@ -183,6 +180,11 @@ class WorkerStore:
 
     def _below(self, tier: str) -> Below:
         return Below.SHARED if self._stack.is_shared(tier) else Below.OWN
+
+    def _on_came(self, request_id: bytes, tokens: Mapping[str, int]) -> None:
+        self._came[request_id] = tokens
+        if len(self._came) > MAX_CAME:  # of requests that ended without a first token
+            self._came.popitem(last=False)
 
     def _on_fetched(self, fetched: Fetched) -> None:
         self._writing.came_up(fetched.names)

@@ -153,6 +153,7 @@ class World:
             as_pages=lambda rows: rows.view(np.int32).reshape(len(rows), 1, BLOCK_SIZE, 1),
             on_found=lambda chain, tiers: None,
             on_fetched=self._on_fetched,
+            on_came=self._on_came,
         )
         self.requests: dict[bytes, Request] = {}
         self.live: set[bytes] = set()
@@ -161,6 +162,9 @@ class World:
         self.right: dict[bytes, list[int]] = {}  # what a block of that name holds
         self.checked: set[bytes] = set()  # in whichever tier: what a tier has it never changes
         self.num_from_tiers = 0
+
+    def _on_came(self, request_id: bytes, tokens: dict[str, int]) -> None:
+        self.num_from_tiers += sum(tokens.values())
 
     def _on_fetched(self, fetched: Any) -> None:
         self.writing.came_up(fetched.names)
@@ -223,7 +227,6 @@ class World:
         if self.engine.in_flight:
             self.engine.in_flight.popleft()()
             self.writing.step_ended()
-            self.fetching.step_ended()
 
     def run_a_thread(self) -> None:
         if self.threads.pending:
@@ -231,7 +234,6 @@ class World:
 
     def tick(self) -> None:
         self.writing.tick()
-        self.fetching.step_ended()
 
     def lose(self) -> None:
         """A tier forgets a block, or it does not come any more."""
@@ -325,7 +327,7 @@ def test_what_was_computed_meanwhile_is_not_landed_again():
     run_virtually(scenario(World(0, num_partitions=1, num_blocks=16)))
 
 
-def test_what_the_device_loses_while_tiers_are_asked_is_fetched_too():
+def test_what_is_behind_blocks_that_are_lost_while_tiers_are_asked_is_not_fetched():
     async def scenario(world: World) -> None:
         compute(world, [*PROMPT[:8], 3])
         request = world.a_request(PROMPT)
@@ -335,11 +337,8 @@ def test_what_the_device_loses_while_tiers_are_asked_is_fetched_too():
         for number in range(3):
             compute(world, [number] * 27)  # takes all blocks but one
         world.threads.run(0)  # which tells where the last two are
-        await asyncio.sleep(0.001)
-        await until_fetching(world)
-        world.threads.run(0)
         await world.finish()
-        assert world.num_from_tiers == 4 * BLOCK_SIZE
+        assert world.num_from_tiers == 0
 
     run_virtually(scenario(World(0, num_partitions=1, num_blocks=8)))
 
@@ -359,27 +358,87 @@ def test_what_the_device_has_stays_while_the_rest_is_fetched():
     run_virtually(scenario(World(0, num_partitions=1, num_blocks=8)))
 
 
-def test_a_request_fetches_once_there_is_room(monkeypatch: pytest.MonkeyPatch):
-    async def scenario(world: World) -> None:
-        monkeypatch.setattr(fetching.time, "perf_counter", asyncio.get_running_loop().time)
-        for _ in range(100):
-            world.times.computed(BLOCK_SIZE, 0.5)
-        request, other = world.a_request(PROMPT), world.a_request([9] * 19)
-        in_tier(world, request)
-        world.scheduler.add(other, 0.0, None, 0)
+def hurried(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Time is virtual, and computing so slow that every fetch is worth it."""
+    monkeypatch.setattr(fetching.time, "perf_counter", asyncio.get_running_loop().time)
+    for _ in range(100):
+        world.times.computed(BLOCK_SIZE, 0.5)
+
+
+async def asked(world: World, request: Request) -> None:
+    """The request comes, and tiers have told what they have of it."""
+    world.begin(request)
+    await asyncio.sleep(0)
+    world.threads.run(0)
+    await asyncio.sleep(0.1)
+
+
+def serve(world: World, request: Request) -> None:
+    while request.id not in world.engine.ended:
         world.engine.launch()
-        world.begin(request)
+        world.complete()
+
+
+def test_a_request_fetches_once_there_is_room_and_enters_before_who_came_later(monkeypatch: pytest.MonkeyPatch):
+    async def scenario(world: World) -> None:
+        hurried(world, monkeypatch)
+        before, request, behind = world.a_request([9] * 19), world.a_request(PROMPT), world.a_request([8] * 19)
+        in_tier(world, request)
+        world.scheduler.add(before, 0.0, None, 0)
+        world.engine.launch()
+        await asked(world, request)
+        world.scheduler.add(behind, 0.0, None, 0)
+        assert not world.threads.pending  # there is no room for it
+        serve(world, before)
+        world.engine.launch()
         await asyncio.sleep(0)
+        assert len(world.threads.pending) == 1  # its blocks
+        assert not world.scheduler.has_unlaunched
         world.threads.run(0)
-        await asyncio.sleep(0.1)
-        assert not world.threads.pending  # it waits, and has fetched nothing
-        while other.id not in world.engine.ended:
-            world.engine.launch()
-            world.complete()
-        await until_fetching(world)
+        await asyncio.sleep(0.001)
+        assert world.num_from_tiers == 4 * BLOCK_SIZE
+        serve(world, request)
+        assert behind.id not in world.engine.ended
+        await world.finish()
+
+    run_virtually(scenario(World(0, num_partitions=1, num_blocks=8)))
+
+
+def test_a_request_that_ends_while_it_is_brought_leaves_nothing(monkeypatch: pytest.MonkeyPatch):
+    async def scenario(world: World) -> None:
+        hurried(world, monkeypatch)
+        before, request = world.a_request([9] * 19), world.a_request(PROMPT)
+        in_tier(world, request)
+        world.scheduler.add(before, 0.0, None, 0)
+        world.engine.launch()
+        await asked(world, request)
+        serve(world, before)
+        world.engine.launch()
+        await asyncio.sleep(0)
+        world.live.remove(request.id)
+        world.scheduler.cancel(request.id)
         world.threads.run(0)
         await world.finish()
-        assert world.num_from_tiers == 4 * BLOCK_SIZE
+        assert world.pool.num_free(0) == 8
+
+    run_virtually(scenario(World(0, num_partitions=1, num_blocks=8)))
+
+
+def test_a_request_whose_blocks_do_not_come_in_time_is_computed(monkeypatch: pytest.MonkeyPatch):
+    async def scenario(world: World) -> None:
+        hurried(world, monkeypatch)
+        before, request = world.a_request([9] * 19), world.a_request(PROMPT)
+        in_tier(world, request)
+        world.scheduler.add(before, 0.0, None, 0)
+        world.engine.launch()
+        await asked(world, request)
+        serve(world, before)
+        world.engine.launch()
+        await asyncio.sleep(10.0)  # and no thread takes it
+        assert world.fetching.num_late == 1
+        serve(world, request)
+        await world.finish()
+        assert world.num_from_tiers == 0
 
     run_virtually(scenario(World(0, num_partitions=1, num_blocks=8)))
 
