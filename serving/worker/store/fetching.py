@@ -149,7 +149,7 @@ class FetchedFirst:
         key = (wanted.partition, missing[0])
         self._leaders.setdefault(key, over)
         try:
-            tiers = await self._find(missing)
+            tiers = await self._find(wait, missing)
             num_found = len(wanted.names) - len(self._missing(wanted))
             kept = dict(zip(missing, tiers, strict=False))
             plan = self._plan(wanted, num_found, kept, self._tokens_ahead(wanted.partition))
@@ -161,9 +161,7 @@ class FetchedFirst:
             is_first = not self._scheduler.num_blocks_due(wanted.partition)
             taken = self._take(wanted, num_found, plan.num_blocks) if is_first else None
             if taken is None:
-                self._later[wait.request_id] = _Later(wanted, kept)
-                if len(self._later) > MAX_LATER:  # of requests that ended before it was their turn
-                    self._later.popitem(last=False)
+                self._put_off(wait, kept)
                 return None
             fetched = await self._fetch_planned(wanted.names[num_found:], replace(plan, wait_s=left_s))
             return _Brought(num_found, taken, fetched)
@@ -220,13 +218,29 @@ class FetchedFirst:
             return None
         return before + blocks
 
-    async def _find(self, chain: Sequence[BlockName]) -> Sequence[str | None]:
+    async def _find(self, wait: Wait[Wanted], chain: Sequence[BlockName]) -> Sequence[str | None]:
+        """Which tier has each block. On a busy machine it may be long before that is known: then the request is begun,
+        and what is told later is still of use where it has to wait.
+        """
         asked = self._threads.look_up(self._stack.find, chain)
         if not await asked.within(FIND_WAIT_S):
-            asked.give_up()
+            self._background.spawn(self._find_late(wait, chain, asked))
             return ()
         self._on_found(chain, asked.future.result())
         return asked.future.result()
+
+    async def _find_late(self, wait: Wait[Wanted], chain: Sequence[BlockName], asked: Asked[list[str | None]]) -> None:
+        await asyncio.wait([asked.future])
+        if not asked.future.cancelled():  # as it is where this ends first
+            tiers = asked.future.result()
+            self._on_found(chain, tiers)
+            self._put_off(wait, dict(zip(chain, tiers, strict=True)))
+
+    def _put_off(self, wait: Wait[Wanted], tiers: Mapping[BlockName, str | None]) -> None:
+        """It is asked about when it could be admitted."""
+        self._later[wait.request_id] = _Later(wait.what, tiers)
+        if len(self._later) > MAX_LATER:  # of requests that ended before it was their turn
+            self._later.popitem(last=False)
 
     def _tokens_ahead(self, partition: int) -> int:
         return self._engine.counters().queued_tokens[partition]

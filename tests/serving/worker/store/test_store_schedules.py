@@ -404,6 +404,28 @@ def test_a_request_fetches_once_there_is_room_and_enters_before_who_came_later(m
     run_virtually(scenario(World(0, num_partitions=1, num_blocks=8)))
 
 
+def test_what_tiers_tell_late_is_of_use_to_a_request_that_has_to_wait(monkeypatch: pytest.MonkeyPatch):
+    async def scenario(world: World) -> None:
+        hurried(world, monkeypatch)
+        before, request = world.a_request([9] * 19), world.a_request(PROMPT)
+        in_tier(world, request)
+        world.scheduler.add(before, 0.0, None, 0)
+        world.engine.launch()
+        world.begin(request)
+        await asyncio.sleep(1.0)
+        assert world.fetching.num_waiting == 0  # it is begun by now
+        world.threads.run(0)
+        await asyncio.sleep(0.001)
+        serve(world, before)
+        world.engine.launch()
+        await asyncio.sleep(0)
+        world.threads.run(0)
+        await world.finish()
+        assert world.num_from_tiers == 4 * BLOCK_SIZE
+
+    run_virtually(scenario(World(0, num_partitions=1, num_blocks=8)))
+
+
 def test_a_request_that_ends_while_it_is_brought_leaves_nothing(monkeypatch: pytest.MonkeyPatch):
     async def scenario(world: World) -> None:
         hurried(world, monkeypatch)
