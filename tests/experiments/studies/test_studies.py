@@ -90,8 +90,12 @@ MINIATURES: Mapping[str, tuple[Sequence[str], set[str]]] = {
     "tiers": (
         (
             *("repeats=1", "server.kv.num_blocks=16", "server.kv.block_size=64", "server.prefill.chunk_tokens=64"),
-            f'server.model.path="{MODEL}"',
-            *("server.model.max_context_tokens=1024", "workload.num_sessions=3", "workload.session_tokens=400"),
+            *(
+                "server.decode.max_slots=4",
+                "server.model.max_context_tokens=1024",
+                "workload.num_sessions=3",
+                "workload.session_tokens=400",
+            ),
             *("workload.num_clients=3", "workload.mean_think_s=0.01", "workload.max_tokens=4"),
         ),
         {"ttft", "steps"},
