@@ -1,4 +1,6 @@
-"""The transport over Mooncake's Transfer Engine: one-sided TCP writes into a peer's slab. The only import of mooncake.
+"""The transport over Mooncake's Transfer Engine: one-sided TCP writes into a peer's slab.
+
+One of two imports of mooncake; the other is `kv.store.mooncake.library`.
 
 What the library does, as measured with 0.3.13.post1, shapes this file:
 - It listens on all interfaces, without authentication, whatever `host` says: whoever reaches its ports can write into
@@ -152,7 +154,7 @@ class MooncakeTransport:
         if session in self._reached:
             return
         try:
-            _await_answer(session, self._config.timeout_s)
+            await_answer(session, self._config.timeout_s)
         except TimeoutError as error:
             detail = f"{session} does not answer"
             raise TransferFailed(FailureCause.TIMED_OUT, detail, may_still_land=False) from error
@@ -295,14 +297,14 @@ def _failure(status: int, session: str) -> TransferFailed:
     if status == -2:
         return TransferFailed(FailureCause.TIMED_OUT, session, may_still_land=True)
     try:
-        _await_answer(session, PROBE_TIMEOUT_S)
+        await_answer(session, PROBE_TIMEOUT_S)
     except OSError as error:
         return TransferFailed(FailureCause.PEER_GONE, f"{session}: {error}", may_still_land=True)
     detail = f"{session} has not registered the range"
     return TransferFailed(FailureCause.BAD_RANGE, detail, may_still_land=True)
 
 
-def _await_answer(session: str, timeout_s: float) -> None:
+def await_answer(session: str, timeout_s: float) -> None:
     """Returns once the peer closes a connection on which nothing was sent: a stopped process never does.
 
     The library's own `send_probe` takes 60 s for that. Raises OSError (TimeoutError is a subclass).

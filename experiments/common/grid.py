@@ -57,3 +57,8 @@ def spread(one: Measurement) -> str:
 
 def _line(cells: Iterable[str]) -> str:
     return f"| {' | '.join(cells)} |"
+
+
+def verdict(is_held: bool) -> str:
+    """Of a bar."""
+    return "held" if is_held else "missed"

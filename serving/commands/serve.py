@@ -17,14 +17,15 @@ from moonshard.serving.commands.checks.folders import check_model_folder
 from moonshard.serving.commands.checks.ports import check_kv_ports_suffice, check_ports_are_free
 from moonshard.serving.commands.options import Configured, optional_argument
 from moonshard.serving.config.cluster_key import cluster_key
-from moonshard.serving.config.keys import Config, WorkerRole, command_of, roles_of, with_worker_at
+from moonshard.serving.config.keys import Config, ConfigError, WorkerRole, command_of, roles_of, with_worker_at
+from moonshard.serving.config.loopback import LOOPBACK
 from moonshard.serving.config.reading import as_overrides, toml_value
 from moonshard.serving.config.tenants import load_tenants
 from moonshard.serving.deploy.supervisor import Command, RestartLimits, supervise
 from moonshard.serving.deploy.timings import Timings
 from moonshard.serving.deploy.unblocked_output import unblocked_output
 from moonshard.serving.entry import ended_by_interrupt
-from moonshard.serving.store.mooncake import LOOPBACK, free_ports
+from moonshard.serving.store.ports import free_ports
 
 
 def serve(
@@ -134,7 +135,12 @@ def _argv(command: str, config: Config) -> list[str]:
 
 def _with_store_here(config: Config) -> Config:
     """Workers are told where they find the store before it is started, so that none of them has to wait for that."""
-    client = host_port(config.kv.host or LOOPBACK, *free_ports(1))
+    ports = config.kv.ports
+    try:
+        [port] = free_ports(1) if ports is None else free_ports(1, among=range(ports[0], ports[1] + 1))
+    except OSError as error:
+        raise ConfigError([f"kv.ports: {error}"]) from error
+    client = host_port(config.kv.host or LOOPBACK, port)
     return replace(config, kv=replace(config.kv, store=replace(config.kv.store, client=client)))
 
 

@@ -19,8 +19,8 @@ def store(options: Configured, status_fd: StatusFd = None) -> int:
     timings.note("interpreter", 0.0)
     with timings.phase("configuration"):
         config = options.load()
-        if not config.kv.store.is_shared:
-            raise ConfigError(["kv.store.enabled: it is false, or kv.store.dram_bytes is 0: there is nothing to hold"])
+        if not (config.kv.store.enabled and config.kv.store.dram_bytes):
+            raise ConfigError(["kv.store.dram_bytes: with kv.store.enabled it says how much to hold; 0 is nothing"])
     if note := kv_plane_note(config):
         logger.warning(note)
     return run_process(_load, config, status_fd, ProcessStart(timings=timings))

@@ -26,7 +26,8 @@ _NAME_AND_PORT = r"(\[[0-9a-f:.]+\]|[^\s/@?#:*\[\]A-Z]+)(:[0-9]{1,5})?"
 _HOST = re.compile(_NAME_AND_PORT)
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://" + _NAME_AND_PORT)
 MIN_DRAM_BYTES = 16 * 1024**2  # with less `mooncake_client` does not start
-PORTS_PER_PROCESS = 2  # of Mooncake: one for its handshake, one for the data
+PORTS_PER_WORKER = 2  # of Mooncake: one for its handshake, one for the data
+PORTS_PER_STORE = 3  # likewise, and one at which workers call it
 
 
 def joint_faults(config: Config) -> list[str]:
@@ -35,18 +36,18 @@ def joint_faults(config: Config) -> list[str]:
     faults += [*_telemetry_faults(config.telemetry), *_speculation_faults(config), *_store_faults(config.kv)]
     if config.mode == "disaggregated":
         faults += _handoff_faults(config)
-    if config.mode == "disaggregated" or config.kv.store.is_shared:
-        faults += _plane_faults(config)
+    if _has_plane(config):
+        faults += [*_port_faults(config), *_plane_faults(config)]
     return faults
 
 
 def kv_plane_note(config: Config) -> str | None:
     """What the logs say of a KV plane beyond loopback: who can reach it, in the words of the configuration."""
     place = _beyond_loopback(config)
-    if place is None or (config.mode == "aggregated" and not config.kv.store.is_shared):
+    if place is None or not _has_plane(config):
         return None
     _, host = place
-    if _has_mooncake(config) and config.kv.network_fence:
+    if has_mooncake(config) and config.kv.network_fence:
         return f"the KV plane of {host} is not authenticated; its network is fenced: {config.kv.network_fence}"
     if config.kv.allow_unauthenticated:
         return f"the KV plane of {host} is open to whoever reaches it (kv.allow_unauthenticated)"
@@ -85,8 +86,10 @@ def _store_faults(kv: KvConfig) -> list[str]:
     if not (store.host_bytes or store.is_shared or store.ssd_path):
         tiers = "kv.store.host_bytes, kv.store.dram_bytes or kv.store.ssd_path"
         faults.append(f"kv.store.enabled: there is no tier; set {tiers}")
-    if store.master is not None and not store.is_shared:
+    if store.master is not None and not store.dram_bytes:
         faults.append("kv.store.master: without kv.store.dram_bytes there is nothing of this machine in Mooncake Store")
+    if store.is_shared:
+        faults += _machines_faults(kv)
     if 0 < store.dram_bytes < MIN_DRAM_BYTES:
         faults.append(f"kv.store.dram_bytes: {store.dram_bytes} is too little for Mooncake; 0, or {MIN_DRAM_BYTES}")
     return faults + [
@@ -94,6 +97,19 @@ def _store_faults(kv: KvConfig) -> list[str]:
         for key, address in (("master", store.master), ("client", store.client))
         if address is not None and not _is_address(address)
     ]
+
+
+def _machines_faults(kv: KvConfig) -> list[str]:
+    """Of a master that serves several machines: each must be called by a name that the others reach it by."""
+    host = _host_of(kv.store.client) or kv.host
+    faults = []
+    if host is not None and ":" in host:
+        key = "kv.store.client" if kv.store.client else "kv.host"
+        faults.append(f"{key}: Mooncake Store is reached by a name or an IPv4 address, not by {host}")
+    master = _host_of(kv.store.master)
+    if kv.store.dram_bytes and master and not is_loopback(master) and (host is None or is_loopback(host)):
+        faults.append(f"kv.host: name the address by which other machines reach this one; {master} is one of them")
+    return faults
 
 
 def _address_faults(config: Config) -> list[str]:
@@ -196,10 +212,18 @@ def _handoff_faults(config: Config) -> list[str]:
         faults.append(f"decode.port: {config.decode.port} is prefill.port too; they need one each")
     if kv_host_of(config) in ("0.0.0.0", "::"):
         faults.append(f"kv.host: peers reach no machine at {kv_host_of(config)}; name this one")
-    if config.kv.ports and config.kv.ports[1] - config.kv.ports[0] + 1 < PORTS_PER_PROCESS:
-        first, last = config.kv.ports
-        faults.append(f"kv.ports: a worker listens at {PORTS_PER_PROCESS} ports, {first} to {last} are fewer")
     return faults
+
+
+def _port_faults(config: Config) -> list[str]:
+    num_needed = PORTS_PER_WORKER if workers_have_mooncake(config) else PORTS_PER_STORE
+    if config.kv.ports is None or not has_mooncake(config):
+        return []
+    first, last = config.kv.ports
+    if last - first + 1 >= num_needed:
+        return []
+    who = "a worker" if num_needed == PORTS_PER_WORKER else "the store"
+    return [f"kv.ports: {who} listens at {num_needed} ports, {first} to {last} are fewer"]
 
 
 def _plane_faults(config: Config) -> list[str]:
@@ -208,7 +232,7 @@ def _plane_faults(config: Config) -> list[str]:
     if place is None or config.kv.allow_unauthenticated or _is_fenced(config):
         return []
     key, host = place
-    if _has_mooncake(config):
+    if has_mooncake(config):
         return [
             f"{key}: {host} is not loopback, and Mooncake listens on all interfaces, without authentication: whoever "
             "reaches its ports can write into and read from registered memory. Fence its network, say how in "
@@ -221,18 +245,33 @@ def _plane_faults(config: Config) -> list[str]:
 
 
 def _is_fenced(config: Config) -> bool:
-    return config.tls.is_complete and (not _has_mooncake(config) or config.kv.network_fence is not None)
+    return config.tls.is_complete and (not has_mooncake(config) or config.kv.network_fence is not None)
 
 
-def _has_mooncake(config: Config) -> bool:
-    """Whether processes listen that Mooncake brings with it."""
-    return config.kv.store.is_shared or (config.mode == "disaggregated" and config.kv.transport == "mooncake")
+def _has_plane(config: Config) -> bool:
+    """Whether KV leaves the workers' processes."""
+    return config.mode == "disaggregated" or config.kv.store.is_shared
+
+
+def workers_have_mooncake(config: Config) -> bool:
+    """Whether each worker listens for Mooncake's transport."""
+    return config.mode == "disaggregated" and config.kv.transport == "mooncake"
+
+
+def has_mooncake(config: Config) -> bool:
+    """Whether Mooncake listens on this machine: in workers, or in the store's client."""
+    return workers_have_mooncake(config) or config.kv.store.is_shared
 
 
 def _beyond_loopback(config: Config) -> tuple[str, str] | None:
     """(key, host) of the first that other machines may reach; a name other than localhost may mean anything."""
-    hosts = {"worker.host": config.worker.host, "kv.host": config.kv.host}
+    client = config.kv.store.client if config.kv.store.is_shared else None
+    hosts = {"worker.host": config.worker.host, "kv.host": config.kv.host, "kv.store.client": _host_of(client)}
     return next(((key, host) for key, host in hosts.items() if host and not is_loopback(host)), None)
+
+
+def _host_of(address: str | None) -> str | None:
+    return None if address is None else address.rpartition(":")[0]
 
 
 def _is_address(text: str) -> bool:

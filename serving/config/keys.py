@@ -170,7 +170,7 @@ class StoreConfig:
 
     enabled: bool = False  # complete blocks are written to all tiers that follow, and found there again
     host_bytes: LargeOrNone = 2 * 1024**3  # in the worker's own memory; 0: none
-    dram_bytes: LargeOrNone = 0  # of this machine, in Mooncake Store, which all workers share; 0: none. See README
+    dram_bytes: LargeOrNone = 0  # of this machine, in Mooncake Store, which all workers share; 0: it gives none
     master: Text | None = None  # host:port of Mooncake Store's master; auto: `serve` starts one for this machine
     client: Text | None = None  # host:port of this machine's end of the store; auto: `serve` starts it
     ssd_path: Path | None = None  # a folder for files that outlive worker and machine; none: there are none
@@ -178,13 +178,15 @@ class StoreConfig:
 
     @property
     def is_shared(self) -> bool:
-        """Whether there is a tier that all workers share."""
+        """Whether there is a tier that all workers share: here, or at somebody's `client`."""
         return self.enabled and (self.dram_bytes > 0 or self.client is not None)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KvConfig:
-    """The KV cache, and its way from prefill to decode: all keys after `store` are unused when aggregated."""
+    """The KV cache, and its way from prefill to decode: when aggregated all keys after `store` are unused, but those
+    that say who reaches Mooncake, where its store is used: `host`, `ports`, `allow_unauthenticated`, `network_fence`.
+    """
 
     block_size: Annotated[int, Meta(ge=1, le=1024)] = 64  # tokens
     num_blocks: Positive | None = None  # per partition; auto: what memory allows

@@ -2,6 +2,8 @@
 
 import ipaddress
 
+LOOPBACK = "127.0.0.1"
+
 
 def is_loopback(host: str) -> bool:
     """True only for loopback's addresses, and for the one name that RFC 6761 reserves."""

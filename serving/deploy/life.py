@@ -1,8 +1,8 @@
 """The life of a process that serves, from when it is there: ready, told to end, drained, closed.
 
-Gateway and worker live alike. SIGTERM and SIGINT begin a drain: whoever asks is told first, then what runs may finish,
-or is cut off when the time is over. What is bound, loaded and opened before that, and in which order it is closed, is
-`gateway.process`' and `worker.process`'.
+Gateway, worker and store live alike. SIGTERM and SIGINT begin a drain: whoever asks is told first, then what runs may
+finish, or is cut off when the time is over. What is bound, loaded and opened before that, and in which order it is
+closed, is `gateway.process`', `worker.process`' and `store.process`'.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ FAILED_EXIT_CODE = 1
 
 
 class Served(Protocol):
-    """What `Life` drives: a gateway or a worker that serves already, or will without further calls."""
+    """What `Life` drives: what serves already, or will without further calls."""
 
     async def failure(self) -> BaseException:
         """Returns why, once it can serve no longer; afterwards `fail` is called instead of `close`."""

@@ -162,9 +162,9 @@ class Supervisor:
         await self._unless_failed(asyncio.Event().wait())
 
     async def stop(self) -> None:
-        """Drain the gateway, then the workers, then what is beside them; kill what is left when `drain_s` is over.
+        """Drain the gateway, then the workers, then what is beside them. Nothing runs afterwards.
 
-        Nothing runs afterwards.
+        What is left of the former is killed when `drain_s` is over, of the latter `beside_s` later.
         """
         limits, loop = self._limits, asyncio.get_running_loop()
         begun = loop.time()

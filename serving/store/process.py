@@ -14,17 +14,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from moonshard.kv.listening import listening_ports
-from moonshard.kv.store.mooncake.library import StoreUnavailable
-from moonshard.rpc.addresses import host_port
-from moonshard.serving.config.keys import Config, ConfigError, kv_host_of
+from moonshard.kv.store.mooncake.faults import StoreUnavailable
+from moonshard.serving.config.keys import Config, ConfigError
+from moonshard.serving.config.loopback import is_loopback
 from moonshard.serving.deploy.life import Life, stop_signals
 from moonshard.serving.deploy.startup import ProcessStart
 from moonshard.serving.deploy.status_pipe import Status
 from moonshard.serving.engine.capacity.memory import free_memory_bytes
-from moonshard.serving.store.mooncake import MooncakeProcesses, StorePorts, StoreSettings, free_ports
+from moonshard.serving.store.ports import StorePorts, free_ports
+from moonshard.serving.store.processes import MooncakeProcesses, StoreSettings
 
 START_S = 20.0
-STOP_S = 3.0
+STOP_S = 2.0  # of each
 KEY = "kv.store.dram_bytes"
 
 logger = logging.getLogger(__name__)
@@ -35,11 +36,18 @@ async def run_store(config: Config, *, status: Status, start: ProcessStart) -> i
     with stop_signals() as stop:
         life = Life(role="store", status=status, start=start, stop=stop, drain_timeout_s=STOP_S)
         processes = _processes_for(config)
+        starting, stopping = asyncio.create_task(_start(processes)), asyncio.create_task(stop.wait())
         try:
             with start.timings.phase("mooncake"):
-                await _start(processes)
+                await asyncio.wait({starting, stopping}, return_when=asyncio.FIRST_COMPLETED)
+                if stop.is_set():
+                    return 0
+                await starting
+            _check_ports(processes, config.kv.ports)
             return await life.live(ServedStore(processes), name=processes.ports.client_address, recorder=None)
         finally:
+            for task in (starting, stopping):
+                task.cancel()
             await asyncio.to_thread(processes.stop, STOP_S)
 
 
@@ -65,10 +73,9 @@ class ServedStore:
 
     def on_ready(self) -> Mapping[str, object]:
         """What stands open, in words."""
-        client = self.processes.client
-        ports = listening_ports(client.pid) - {self.processes.ports.client} if client.pid is not None else ()
+        ports = _open_ports(self.processes)
         opened = f"; open to whoever reaches them are its ports: {', '.join(map(str, sorted(ports)))}" if ports else ""
-        return {"message": f"ready at {self.processes.ports.client_address}{opened}"}
+        return {"message": f"ready; at {self.processes.ports.client_address}{opened}"}
 
     def on_told(self) -> None:
         pass
@@ -91,13 +98,12 @@ class ServedStore:
 
 def _processes_for(config: Config) -> MooncakeProcesses:
     store = config.kv.store
-    if not store.dram_bytes:
-        raise ConfigError([f"{KEY}: 0 bytes hold no blocks"])
+    if store.client is None:
+        raise ConfigError(["kv.store.client: name the address at which workers find it"])
     if store.dram_bytes > (free := free_memory_bytes()):
         raise ConfigError([f"{KEY}: {store.dram_bytes} bytes are more than this machine has left ({free})"])
-    address = store.client or host_port(kv_host_of(config), *free_ports(1))
-    host, _, port = address.rpartition(":")
-    master, metrics = free_ports(2)
+    host, _, port = store.client.rpartition(":")
+    master, metrics = free_ports(2, but=int(port))
     ports = StorePorts(master=master, metrics=metrics, client=int(port), client_host=host)
     settings = StoreSettings(segment_bytes=store.dram_bytes, ports=config.kv.ports)
     try:
@@ -110,8 +116,26 @@ async def _start(processes: MooncakeProcesses) -> None:
     for process in processes.all:
         try:
             process.start()  # on this thread, with which it ends
+        except StoreUnavailable as error:
+            raise ConfigError([f"kv.store.client: {error}"]) from error
+        try:
             await asyncio.to_thread(process.wait_until_it_answers, START_S)
         except StoreUnavailable as error:
             if processes.master is not None:
                 raise ConfigError([f"{KEY}: {error}"]) from error
             logger.warning("%s; until it answers nothing is found in Mooncake Store", error)
+
+
+def _open_ports(processes: MooncakeProcesses) -> frozenset[int]:
+    """Those at which the client listens on all interfaces, and beyond loopback that at which it is called."""
+    if processes.client.pid is None:
+        return frozenset()
+    at_loopback = {processes.ports.client} if is_loopback(processes.ports.client_host) else set()
+    return listening_ports(processes.client.pid) - at_loopback
+
+
+def _check_ports(processes: MooncakeProcesses, ports: tuple[int, int] | None) -> None:
+    """ConfigError where the library listens outside the range that it was given, which it does without a word."""
+    outside = [port for port in _open_ports(processes) if ports is not None and not ports[0] <= port <= ports[1]]
+    if ports is not None and outside:
+        raise ConfigError([f"kv.ports: Mooncake passed over {ports[0]} to {ports[1]} and listens at {min(outside)}"])

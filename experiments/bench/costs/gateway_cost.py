@@ -23,8 +23,7 @@ import uvloop
 
 from moonshard.experiments.bench.costs.scripted_worker import STEP_S
 from moonshard.experiments.bench.serving.streams import Seen, ask_grpc
-from moonshard.experiments.bench.transfer.transport_rows import verdict
-from moonshard.experiments.common.grid import Grid, number
+from moonshard.experiments.common.grid import Grid, number, verdict
 from moonshard.experiments.common.running.deployment import Process
 from moonshard.experiments.common.running.measurement import Measurement, Plan
 from moonshard.experiments.common.running.server import ServerFailed

@@ -12,8 +12,7 @@ from typing import get_args
 
 import numpy as np
 
-from moonshard.experiments.bench.transfer.transport_rows import verdict
-from moonshard.experiments.common.grid import Grid, number
+from moonshard.experiments.common.grid import Grid, number, verdict
 from moonshard.experiments.common.running.measurement import Measurement, Plan
 from moonshard.experiments.common.trace_file import TracedRequest
 from moonshard.experiments.replay.replay import ReplayConfig, Replayed, replay

@@ -9,8 +9,7 @@ from typing import Literal
 
 from moonshard.experiments.bench.serving.handoff import COLUMNS as HANDOFF_COLUMNS
 from moonshard.experiments.bench.serving.handoff import handoff_rows
-from moonshard.experiments.bench.transfer.transport_rows import verdict
-from moonshard.experiments.common.grid import Grid, number, spread
+from moonshard.experiments.common.grid import Grid, number, spread, verdict
 from moonshard.experiments.common.running.measurement import Measurement, Plan
 from moonshard.sharding.rules import DECODE, PREFILL, DecodeRules, Rules
 from moonshard.sharding.shape import MeshShape

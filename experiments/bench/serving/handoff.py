@@ -10,8 +10,7 @@ from operator import attrgetter
 from random import Random
 
 from moonshard.experiments.bench.serving.streams import ask_grpc, random_prompt
-from moonshard.experiments.bench.transfer.transport_rows import verdict
-from moonshard.experiments.common.grid import Grid, number
+from moonshard.experiments.common.grid import Grid, number, verdict
 from moonshard.experiments.common.running.measurement import Measurement, Plan
 from moonshard.experiments.common.running.server import RunningServer
 from moonshard.rpc.client import AsyncClient

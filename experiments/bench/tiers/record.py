@@ -19,8 +19,8 @@ class Moved:
 
     way: str
     num_blocks: int
-    put_s: tuple[float, ...]  # where there is one; memory has nothing to be put into but its copy
-    get_s: tuple[float, ...]
+    put_s: tuple[float, ...]
+    get_s: tuple[float, ...]  # of what was just put
 
     @property
     def median_get_s(self) -> float:

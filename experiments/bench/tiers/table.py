@@ -50,8 +50,9 @@ def _notes(found: TierTimes) -> tuple[str, ...]:
     told = ", ".join(f"{way} {tokens or 'none'}" for way in ways for tokens in [shortest_worth_it(found, way)])
     return (
         f"Tiers: medians of calls that take turns; a block is {found.block_tokens} tokens and "
-        f"{found.block_bytes / 1e6:.2f} MB. What was just put is got, so files come out of the system's page cache but "
-        "for O_DIRECT; `put` of files is into that cache likewise. `computed` is a prefill of so many tokens from "
-        "nothing, of the device alone, and its GB/s are the KV that it makes.",
+        f"{found.block_bytes / 1e6:.2f} MB. What was just put is got: `ssd` from the system's page cache, "
+        "`ssd, uncached` after that was emptied of it, `ssd, O_DIRECT` past it. Puts are into that cache, but for "
+        "O_DIRECT. `computed` is a prefill of so many tokens from nothing, of the device alone; its GB/s are the KV "
+        "that it makes.",
         f"Worth it from so many tokens on, of {', '.join(map(str, lengths))}: {told}.",
     )

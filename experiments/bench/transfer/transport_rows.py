@@ -6,7 +6,7 @@
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from moonshard.experiments.common.grid import Grid, number
+from moonshard.experiments.common.grid import Grid, number, verdict
 from moonshard.experiments.common.running.measurement import Measurement, Plan
 
 if TYPE_CHECKING:
@@ -57,10 +57,6 @@ def transport_grid(measurements: Sequence[Measurement], plan: Plan) -> Grid:
         "`bare` is the library's own batch call, which spins; inproc and memcpy stay in one process.",
     )
     return Grid(title="KV transports", columns=COLUMNS, rows=tuple(rows), notes=notes if rows else ())
-
-
-def verdict(is_held: bool) -> str:
-    return "held" if is_held else "missed"
 
 
 def _name(way: str, size_bytes: int, copy_bytes: int) -> str:

@@ -1,4 +1,6 @@
-"""Gateway and workers, each started by its own command: a worker can be pinned to a core, killed, and come back.
+"""Gateway, workers and what is beside them, each started by its own command.
+
+A worker can be pinned to a core, killed, and come back.
 
 `server` runs one `moonshard serve` instead, which restarts what dies and pins nothing. A worker pinned to one core has
 one XLA thread of each kind (by its threads' names): XLA counts the cores that a process may use.
@@ -10,7 +12,7 @@ import re
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -143,15 +145,14 @@ class Deployment:
 
     def stop(self) -> None:
         """Stops all processes, even where the caller is interrupted: what has not ended by then is killed."""
-        alive = [p.popen for p in (self.gateway, *self.workers.values()) if p.popen and p.popen.poll() is None]
-        beside = [p.popen for p in self.beside.values() if p.popen and p.popen.poll() is None]
+        served, beside = _alive([self.gateway, *self.workers.values()]), _alive(self.beside.values())
         try:
-            _end(alive)
+            _end(served)
             _end(beside)
         finally:
-            for popen in (*alive, *beside):
+            for popen in (*served, *beside):
                 popen.kill()
-            for popen in (*alive, *beside):
+            for popen in (*served, *beside):
                 popen.wait()
 
     def _wait_linked(self) -> None:
@@ -210,6 +211,10 @@ def _on_core(core: int | None) -> Iterator[None]:
         yield
     finally:
         os.sched_setaffinity(0, before)
+
+
+def _alive(processes: Iterable[Process]) -> list[subprocess.Popen[bytes]]:
+    return [each.popen for each in processes if each.popen and each.popen.poll() is None]
 
 
 def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:

@@ -2,8 +2,7 @@
 
 from collections.abc import Sequence
 
-from moonshard.experiments.bench.transfer.transport_rows import verdict
-from moonshard.experiments.common.grid import Grid, number
+from moonshard.experiments.common.grid import Grid, number, verdict
 from moonshard.experiments.studies.affinity.figures import (
     MAX_LOAD,
     MAX_POINTS_BELOW_ORACLE,

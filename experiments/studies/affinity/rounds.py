@@ -4,23 +4,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from moonshard.experiments.studies.sessions import Turn
+
 ArmName = Literal["random", "header", "cost", "dropped", "kept"]
 ARM_NAMES: Sequence[ArmName] = ("random", "header", "cost")
 THOUGHT_ARMS: Sequence[ArmName] = ("dropped", "kept")  # other prompts of the same conversations: of a model that thinks
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Turn:
-    """One request as its client saw it."""
-
-    session: int
-    index: int
-    sent_s: float
-    prompt_tokens: int
-    cached_tokens: int
-    oracle_tokens: int = 0
-    ttft_ms: float
-    handoff_gap_ms: float | None = None  # from the first token to the second; None: there is no second
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

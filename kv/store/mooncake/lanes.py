@@ -42,6 +42,10 @@ class Lane:
         """The thread ends when its calls have."""
         self._inbox.put(None)
 
+    @property
+    def is_alive(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
+
     def join(self, timeout_s: float) -> None:
         if self._thread is not None:
             self._thread.join(max(0.0, timeout_s))
@@ -78,14 +82,15 @@ class Lanes:
             if lane is not None:
                 self._release(lane)
 
-    def close(self, *, timeout_s: float) -> None:
-        """Ends the threads; those that hang later than that end when their calls return."""
+    def close(self, *, timeout_s: float) -> bool:
+        """Ends the threads; those that hang later than that end when their calls return. Whether none does."""
         deadline_s = time.perf_counter() + timeout_s
         self._is_closed.set()
         for lane in self._lanes:
             lane.end()
         for lane in self._lanes:
             lane.join(deadline_s - time.perf_counter())
+        return not any(lane.is_alive for lane in self._lanes)
 
     def _take(self, timeout_s: float) -> Lane | None:
         """No waiting where all hang: that takes seconds."""

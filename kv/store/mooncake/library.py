@@ -1,21 +1,18 @@
 """What is used of the library, and the codes that it answers with.
 
-The only import of it in `kv.store`. What it does is in the package's words.
+The only import of it in `kv.store`. What it does is told in the package's docstring.
 """
 
 from typing import Protocol, runtime_checkable
 
 from moonshard.kv.mooncake import INSTALL
+from moonshard.kv.store.mooncake.faults import StoreUnavailable
 
 HEALTHY = 0  # the client answered when the library last asked, which it does once a second; not so at first
 FAILED = -1  # `batch_is_exist`, for every reason
 BAD_PARAMETERS = -600
 NOT_FOUND = -704
 RPC_FAILED = -900  # or less
-
-
-class StoreUnavailable(Exception):
-    """A start-up error: what the store needs is not installed, or one of its processes does not start."""
 
 
 @runtime_checkable

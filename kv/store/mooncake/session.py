@@ -17,33 +17,35 @@ LOGGED_AT_EVERY_END = ("Logging before InitGoogleLogging() is written to STDERR"
 class Session:
     """The library, set up, and the memory that the client maps too."""
 
-    def __init__(self, library: Library, address: int, num_rows: int, row_bytes: int):
+    def __init__(self, library: Library, client: str, memory: int, num_rows: int, row_bytes: int):
+        """`client`: its host:port. `memory`: where that begins."""
         self.library = library
-        self._address = address
+        self._client = client
+        self._memory = memory
         self.lost_since_s: float | None = None  # when it first seemed that the client does not know the memory
-        memory = (ctypes.c_uint8 * (num_rows * row_bytes)).from_address(address)
-        self.rows: Bytes = np.frombuffer(memory, np.uint8).reshape(num_rows, row_bytes)
+        mapped = (ctypes.c_uint8 * (num_rows * row_bytes)).from_address(memory)
+        self.rows: Bytes = np.frombuffer(mapped, np.uint8).reshape(num_rows, row_bytes)
 
     @classmethod
-    def open(cls, address: str, *, num_rows: int, row_bytes: int) -> "Session | None":
+    def open(cls, client: str, *, num_rows: int, row_bytes: int) -> "Session | None":
         """None where there is no client, or no memory."""
-        if not answers(address, timeout_s=PROBE_TIMEOUT_S):
+        if not answers(client, timeout_s=PROBE_TIMEOUT_S):
             return None
         library = new_library()
-        if library.setup_dummy(0, 0, address) != 0:
+        if library.setup_dummy(0, 0, client) != 0:
             return None
         memory = library.alloc_from_mem_pool(num_rows * row_bytes)
         if memory == 0 or library.register_buffer(memory, num_rows * row_bytes) != 0:
             library.close()
             return None
-        return cls(library, memory, num_rows, row_bytes)
+        return cls(library, client, memory, num_rows, row_bytes)
 
-    def address(self, row: int) -> int:
-        return self._address + row * self.rows.shape[1]
+    def row_address(self, row: int) -> int:
+        return self._memory + row * self.rows.shape[1]
 
-    def close(self, address: str) -> None:
+    def close(self) -> None:
         """Only where the client answers: with Python's lock held, the library would wait for it for 30 s."""
-        if not answers(address, timeout_s=PROBE_TIMEOUT_S):
+        if not answers(self._client, timeout_s=PROBE_TIMEOUT_S):
             self.abandon()
             return
         with stderr_without(LOGGED_AT_EVERY_END):
@@ -57,4 +59,4 @@ class Session:
 
     def _give_pages_back(self) -> None:
         """What is read here from now on is zero."""
-        ctypes.CDLL(None).madvise(ctypes.c_void_p(self._address), ctypes.c_size_t(self.rows.nbytes), mmap.MADV_REMOVE)
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(self._memory), ctypes.c_size_t(self.rows.nbytes), mmap.MADV_REMOVE)

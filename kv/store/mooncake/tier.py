@@ -42,8 +42,7 @@ class MooncakeStoreConfig:
 class MooncakeStoreTier:
     """One worker's end, made by `start`. It is off until the store answers, and comes back when the store does.
 
-    Counters are of this worker alone, and `processes.read_usage` says what the store holds. `find` counts
-    misses only where it got no answer.
+    Counters are of this worker alone. `find` counts misses only where it got no answer.
     """
 
     name = "store"
@@ -72,7 +71,7 @@ class MooncakeStoreTier:
         os.environ["MC_LOG_LEVEL"] = "ERROR"  # the library takes it from the environment alone, when it loads
         new_library()
         tier = cls(layout=layout, block_bytes=block_bytes, config=config)
-        with contextlib.suppress(NoAnswer), tier._turn(0):
+        with contextlib.suppress(NoAnswer), tier._turn(0):  # the first turn begins to set the library up, on its lane
             pass
         return tier
 
@@ -81,11 +80,6 @@ class MooncakeStoreTier:
         """Whether the store answered when it was last asked."""
         with self._lock:
             return self._breaker.is_closed and not self._closing.is_set()
-
-    @property
-    def buffer_bytes(self) -> int:
-        """Of this machine's memory, taken when the store answers first, and never given back to it."""
-        return self._config.max_calls * self._rows_per_call * self._row_bytes
 
     @property
     def counters(self) -> TierCounters:
@@ -107,8 +101,8 @@ class MooncakeStoreTier:
         try:
             with self._turn(0) as turn:
                 return [code == 1 for code in turn.ask(lambda library: library.batch_is_exist(keys))]
-        except NoAnswer as none:
-            self._count(none.cause, len(names))
+        except NoAnswer as no_answer:
+            self._count(no_answer.cause, len(names))
             return [False] * len(names)
 
     def fetch(self, names: Sequence[BlockName], out: Bytes) -> list[bool]:
@@ -130,9 +124,9 @@ class MooncakeStoreTier:
         self._closing.set()
         with self._lock:
             session, self._session = self._session, None
-        self._lanes.close(timeout_s=CLOSE_S)
+        is_quiet = self._lanes.close(timeout_s=CLOSE_S)
         if session is not None:
-            session.close(self._config.address)
+            (session.close if is_quiet else session.abandon)()  # the library is not closed under a call
 
     # ---- as many blocks as one call takes
 
@@ -146,8 +140,8 @@ class MooncakeStoreTier:
         try:
             with self._turn(len(names)) as turn:
                 causes = self._read(turn, names, out)
-        except NoAnswer as none:
-            causes = [none.cause] * len(names)
+        except NoAnswer as no_answer:
+            causes = [no_answer.cause] * len(names)
         for cause, number in Counter(causes).items():
             self._count(cause or "hits", number)
         return [cause is None for cause in causes]
@@ -197,7 +191,9 @@ class MooncakeStoreTier:
 
     @contextlib.contextmanager
     def _turn(self, num_blocks: int) -> Iterator[Turn]:
-        """The right to ask, with a lane and its memory. NoAnswer where the store is not to be asked now."""
+        """The right to ask, with a lane and its memory. NoAnswer where the store is not to be asked now: where there is
+        no session yet, one is being set up from now on.
+        """
         limit_s = self._config.timeout_s + num_blocks * self._row_bytes / self._config.min_bytes_per_second
         deadline_s = time.perf_counter() + limit_s
         with self._lanes.lane(timeout_s=limit_s) as lane:
@@ -239,7 +235,7 @@ class MooncakeStoreTier:
                 self._session = session if is_wanted else None
             self._settle(attempt, is_wanted)
         if session is not None and not is_wanted:
-            session.close(self._config.address)
+            session.close()
 
     def _settle(self, attempt: Attempt, is_good: bool) -> None:
         with self._lock:

@@ -47,7 +47,7 @@ class Turn:
         self.rows = session.rows[self._first_row : self._first_row + num_rows]  # nobody else's until the calls return
 
     def addresses(self, rows: Sequence[int]) -> list[int]:
-        return [self._session.address(self._first_row + row) for row in rows]
+        return [self._session.row_address(self._first_row + row) for row in rows]
 
     def ask(self, call: Callable[[Library], list[int]]) -> list[int]:
         """What the library says of each key. NoAnswer where it says nothing in time, or that it could not ask."""

@@ -31,11 +31,13 @@ class Values:
         row[self._block_bytes : self.num_bytes] = np.frombuffer(self._trailer(name, block), np.uint8)
 
     def read(self, name: BlockName, code: int, row: Bytes, out: Bytes) -> MissCause | None:
-        """Copies a block out of a row that may still be written to, and says what is wrong with the copy."""
-        if code in (NOT_FOUND, BAD_PARAMETERS):
-            return MissCause.ABSENT if code == NOT_FOUND else MissCause.WRONG_LENGTH
+        """Copies a block out of a row that may still be written to, and says what is wrong with the copy, if anything.
+
+        `code` is the length that came, or the library's negative one.
+        """
         if code != self.num_bytes:
-            return MissCause.WRONG_LENGTH if code >= 0 else MissCause.IO_ERROR
+            known = {NOT_FOUND: MissCause.ABSENT, BAD_PARAMETERS: MissCause.WRONG_LENGTH}
+            return known.get(code, MissCause.WRONG_LENGTH if code >= 0 else MissCause.IO_ERROR)
         out[:] = row[: self._block_bytes]
         is_good = row[self._block_bytes : self.num_bytes].tobytes() == self._trailer(name, out)
         return None if is_good else MissCause.CORRUPT

@@ -45,6 +45,7 @@ from moonshard.kv.store.tier import MissCause, TierCounters
 
 _NO_SPACE = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EFBIG))
 _BAD_PLACE = _NO_SPACE | {errno.EIO}
+_CLOSE_S = 2.0  # that calls may take which are under way
 _SCRUBBED_BYTES = 64 * 1024**2  # each time
 _BLOCKS_AT_ONCE = 4096  # whose order is noted under the lock
 
@@ -182,11 +183,14 @@ class FileTier:
                 return [name in self._space for name in names]
 
     def close(self) -> None:
-        """Waits for calls on other threads, and writes down what `flush` does. Later calls find nothing."""
+        """Waits for calls on other threads, and writes down what `flush` does. Later calls find nothing.
+
+        A call that hangs keeps the files open, and their last order of use unwritten.
+        """
         with self._lock:
             was_closed, self._is_closed = self._is_closed, True
-            self._is_idle.wait_for(lambda: not self._num_calls)
-        if was_closed:
+            is_idle = self._is_idle.wait_for(lambda: not self._num_calls, _CLOSE_S)
+        if was_closed or not is_idle:
             return
         self._save()
         for held in (self._payload, self._table, self._folder):

@@ -12,6 +12,7 @@ What is in the table and the payload is known in `extents` and `disk`.
 import fcntl
 import os
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -82,8 +83,8 @@ def open_folder(path: Path, *, layout: bytes, block_bytes: int) -> Folder:
 
 def _claim(path: Path) -> None:
     path.mkdir(parents=True, exist_ok=True)
-    if MARKER not in os.listdir(path):
-        _check_no_others(path, {_BESIDE})
+    if MARKER not in (names := os.listdir(path)):
+        _check_no_others(path, names, {_BESIDE})
         _write_whole(path / MARKER, _MARKER_TEXT)
     elif (path / MARKER).read_bytes() != _MARKER_TEXT:
         raise ForeignFolder(path, MARKER)
@@ -91,8 +92,8 @@ def _claim(path: Path) -> None:
 
 def _open(path: Path, identity: _Identity) -> Folder:
     path.mkdir(exist_ok=True)
-    if IDENTITY not in os.listdir(path):
-        _check_no_others(path, {LOCK})
+    if IDENTITY not in (names := os.listdir(path)):
+        _check_no_others(path, names, {LOCK})
     folder = Folder(path, _take_lock(path))
     try:
         if IDENTITY not in os.listdir(path):
@@ -104,8 +105,9 @@ def _open(path: Path, identity: _Identity) -> Folder:
     return folder
 
 
-def _check_no_others(path: Path, known: set[str]) -> None:
-    found = [name for name in os.listdir(path) if name not in known and not name.startswith(_UNFINISHED)]
+def _check_no_others(path: Path, names: Sequence[str], known: set[str]) -> None:
+    """`names` are of one look: another process may be claiming the folder, too."""
+    found = [name for name in names if name not in known and not name.startswith(_UNFINISHED)]
     if found:
         raise ForeignFolder(path, min(found))
 

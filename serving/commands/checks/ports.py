@@ -4,7 +4,7 @@ import errno
 import socket
 from collections.abc import Mapping
 
-from moonshard.serving.config.faults import PORTS_PER_PROCESS
+from moonshard.serving.config.faults import PORTS_PER_STORE, PORTS_PER_WORKER, workers_have_mooncake
 from moonshard.serving.config.keys import Config, ConfigError, WorkerRole, port_key, port_of
 
 
@@ -23,11 +23,10 @@ def check_kv_ports_suffice(config: Config, *, num_workers: int, num_stores: int)
     """ConfigError where Mooncake finds too few on one machine: the last worker would fail once all have compiled."""
     if (ports := config.kv.ports) is None:
         return
-    has_planes = config.mode == "disaggregated" and config.kv.transport == "mooncake"
-    kinds = {"workers": num_workers if has_planes else 0, "ends of the store": num_stores}
-    num_needed, num_ports = PORTS_PER_PROCESS * sum(kinds.values()), ports[1] - ports[0] + 1
+    num_listening = num_workers if workers_have_mooncake(config) else 0
+    num_needed, num_ports = PORTS_PER_WORKER * num_listening + PORTS_PER_STORE * num_stores, ports[1] - ports[0] + 1
     if num_ports < num_needed:
-        who = " and ".join(f"{number} {kind}" for kind, number in kinds.items() if number)
+        who = " and ".join(["the store"] * num_stores + [f"{num_listening} workers"] * (num_listening > 0))
         raise ConfigError([f"kv.ports: {who} need {num_needed} ports, {ports[0]} to {ports[1]} are {num_ports}"])
 
 

@@ -12,7 +12,7 @@ and of equals the older one.
 """
 
 import itertools
-from collections.abc import Collection, Iterable, Set
+from collections.abc import Callable, Collection, Iterable, Set
 
 from moonshard.kv.blocks import BlockPool
 from moonshard.kv.prefix import PrefixCache
@@ -23,6 +23,9 @@ from moonshard.serving.control.batching.queue import WaitingLine
 from moonshard.serving.control.batching.sequence import Occupancy, Phase, Sequence
 from moonshard.serving.control.batching.slots import Slots
 from moonshard.serving.control.plan import CopyPlan, needs_slot_state
+
+# Asked of a request that could be admitted now: True where blocks of it are being brought, by which it enters later.
+Bring = Callable[[bytes], bool]
 
 
 class Admission:
@@ -45,6 +48,7 @@ class Admission:
         self._waiting = waiting
         self._landed = landed
         self._launches = launches
+        self.bring: Bring | None = None
 
     # ---- to be prefilled
 
@@ -55,7 +59,17 @@ class Admission:
         copy them.
         """
         head = self._waiting.head()
+        while head is not None and self._is_brought_first(head):
+            head = self._waiting.head()
         return None if head is None else self._admit(head, unlaunched)
+
+    def _is_brought_first(self, head: Sequence) -> bool:
+        """Whether it is set aside, though it could enter, until blocks that somebody has of it are here."""
+        lacks_room = not self._slots.num_free_slots or self._slots.num_free_blocks < self._num_free_to_admit(head)
+        if self.bring is None or lacks_room or not self.bring(head.request.id):
+            return False
+        self._waiting.set_aside(head.request.id)
+        return True
 
     def admit_short(self, unlaunched: Set[int], most_tokens: int, beside: Occupancy) -> Occupancy | None:
         """Admits the first with at most so many tokens to compute, while another's prefill is under way (`beside`).

@@ -79,6 +79,7 @@ class WaitingLine:
         self._returning: list[Sequence] = []  # in their order
         self._queue = Fifo[Accepted](queue_timeout_s)  # whose leader was never admitted, oldest first
         self._leaders: list[Sequence] = []  # of the queue, in their order
+        self._aside = set[bytes]()  # requests that keep their place, and are not admitted for now
 
     @property
     def num_tokens(self) -> int:
@@ -111,13 +112,21 @@ class WaitingLine:
         """The sequences that may be admitted, in their order. Of a request that was never admitted only the leader is
         among them.
         """
-        return merge(self._returning, self._leaders, key=lambda sequence: sequence.order)
+        ordered = merge(self._returning, self._leaders, key=lambda sequence: sequence.order)
+        return (sequence for sequence in ordered if sequence.request.id not in self._aside)
 
     def head(self) -> Sequence | None:
         """The first here, whose turn it is."""
         if not self._returning and not self._queue:  # nearly every step finds it so
             return None
         return next(iter(self), None)
+
+    def set_aside(self, request_id: bytes) -> None:
+        """Nobody of this request is admitted until `take_back`; all keep their places."""
+        self._aside.add(request_id)
+
+    def take_back(self, request_id: bytes) -> None:
+        self._aside.discard(request_id)
 
     def take(self, sequence: Sequence) -> None:
         """Removes a sequence that was admitted."""

@@ -37,6 +37,7 @@ from dataclasses import dataclass
 
 from moonshard.kv.blocks import BlockPool, PartitionCounts
 from moonshard.kv.prefix import PrefixCache
+from moonshard.serving.control.batching.admission import Bring
 from moonshard.serving.control.batching.counters import Counters, Totals
 from moonshard.serving.control.batching.landed import LandedRequest
 from moonshard.serving.control.batching.launches import Draw, Launches
@@ -99,6 +100,19 @@ class Scheduler:
         self._is_decode_next = False
         self._microbatch = 0  # the one that decoded last
         self._arrivals = itertools.count()
+
+    def bring_with(self, bring: Bring) -> None:
+        """From now on `bring` is asked of each request that could be admitted.
+
+        Where it says that blocks of it are being brought, the request keeps its place, and is not admitted before
+        `take_back`.
+        """
+        for partition in self._partitions:
+            partition.admission.bring = bring
+
+    def take_back(self, partition: int, request_id: bytes) -> None:
+        """What was brought of it is here, or will not be. The request need not be here any more."""
+        self._partitions[partition].waiting.take_back(request_id)
 
     # ---- requests come and go
 

@@ -1,14 +1,20 @@
 """Requests that wait until blocks of their prompt came up from a tier: each is begun then, as if it came then.
 
-What is fetched lands in blocks that nobody else has, is noted in the prefix cache and released, and the request is
-begun: it finds them there like any others. A request waits no longer than `control.tiers.fetches` says, and what comes
-later than that is not landed. Until it is begun nothing of a request reaches the worker but its end.
+A request takes blocks that nobody else has; what is fetched lands there, is noted in the prefix cache and released, and
+the request is begun: it finds them there like any others. It waits no longer than `control.tiers.fetches` says, and
+what comes later than that is not landed. Until it is begun nothing of a request reaches the worker but its end.
+
+Where there is no room for its blocks, or others wait for room before it, a request is begun at once and keeps its place
+among those who wait. When it could be admitted, there is room: then its blocks are fetched, and it enters behind that.
+Were they fetched before, others would take their room again; were they not, whoever had once to wait would be computed,
+and all behind it for want of the time that this takes.
 """
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -23,6 +29,7 @@ from moonshard.serving.worker.background import Background
 from moonshard.serving.worker.roles.held import Held, Wait
 from moonshard.serving.worker.store.threads import Asked, TierThreads
 
+MAX_LATER = 4096
 FIND_WAIT_S = 0.05  # for what the tiers say they have
 
 
@@ -38,7 +45,8 @@ class FetchedFirst:
     """The requests of all links that wait. On the event loop.
 
     `as_pages` makes rows of bytes the array that `Engine.land` takes. `on_found` is told which tier has each
-    block of a chain, `on_fetched` which of them came up.
+    block of a chain, `on_fetched` which of them came up, `on_came` how many tokens came from each tier of a request
+    that was begun already.
     """
 
     def __init__(
@@ -53,6 +61,7 @@ class FetchedFirst:
         as_pages: Callable[[np.ndarray], np.ndarray],
         on_found: Callable[[Sequence[BlockName], Sequence[str | None]], None],
         on_fetched: Callable[[Fetched], None],
+        on_came: Callable[[bytes, dict[str, int]], None],
     ):
         self._on_found = on_found
         self._engine = engine
@@ -67,6 +76,9 @@ class FetchedFirst:
         self._held = Held[Wanted]()
         self._leaders: dict[tuple[int, BlockName], asyncio.Future[None]] = {}  # who fetches from that block on
         self._background = Background(engine.fail)
+        self._on_came = on_came
+        self._later = OrderedDict[bytes, _Later]()  # begun without room for what tiers have of them
+        scheduler.bring_with(self.bring_now)
         self.num_late = 0  # fetches that were not waited for to the end
 
     @property
@@ -94,6 +106,7 @@ class FetchedFirst:
     def drop(self, request_id: bytes, link: Link) -> None:
         """The request is over, where it waits and came over this link."""
         self._held.drop(request_id, link)
+        self._later.pop(request_id, None)
 
     def close_link(self, link: Link) -> None:
         self._held.close_link(link)
@@ -101,14 +114,15 @@ class FetchedFirst:
     # ---- what happens meanwhile
 
     async def _fetch_first(self, wait: Wait[Wanted], begin: Callable[[dict[str, int]], None]) -> None:
-        wanted = wait.what
+        wanted, began_s = wait.what, time.perf_counter()
         await self._follow(wanted)
-        num_found = len(wanted.names) - len(self._missing(wanted))
-        fetched = None if self._held.is_over(wait) else await self._fetch(wanted.partition, wanted.names[num_found:])
-        if not self._held.let_go(wait):
-            return
-        landed = _NOTHING if fetched is None else self._land(wanted, num_found, fetched)
-        begin(landed.tokens)  # it holds at once what it finds, if it can be admitted
+        brought = None if self._held.is_over(wait) else await self._bring(wait, began_s)
+        is_wanted = self._held.let_go(wait)
+        landed = _NOTHING
+        if brought is not None:
+            landed = self._land(wanted, brought) if is_wanted else _Landed(brought.taken, {})
+        if is_wanted:
+            begin(landed.tokens)  # it holds at once what it finds, if it can be admitted
         if landed.blocks:
             self._pool.release(wanted.partition, landed.blocks[::-1])
             self._engine.wake()
@@ -123,28 +137,110 @@ class FetchedFirst:
     def _missing(self, wanted: Wanted) -> Sequence[BlockName]:
         return wanted.names[len(self._cache.match(wanted.partition, wanted.names)) :]
 
-    async def _fetch(self, partition: int, chain: Sequence[BlockName]) -> Fetched | None:
-        """The first blocks of the chain that are worth it and came in time; None for none."""
-        if not chain or self._threads.is_full:
+    async def _bring(self, wait: Wait[Wanted], began_s: float) -> "_Brought | None":
+        """The first blocks that the cache lacks, and room for them. None where none are worth it, or it is not its
+        turn: then it is asked about when it could be admitted.
+        """
+        wanted = wait.what
+        missing = self._missing(wanted)
+        if not missing or self._threads.is_full:
             return None
-        found: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._leaders.setdefault((partition, chain[0]), found)
+        over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        key = (wanted.partition, missing[0])
+        self._leaders.setdefault(key, over)
         try:
-            tiers = await self._find(chain)
-            plan = self._times.plan(runs_of(tiers), self._tokens_ahead(partition), time.perf_counter())
-            return await self._fetch_planned(chain, plan) if plan.num_blocks and not self._threads.is_full else None
+            tiers = await self._find(wait, missing)
+            num_found = len(wanted.names) - len(self._missing(wanted))
+            kept = dict(zip(missing, tiers, strict=False))
+            plan = self._plan(wanted, num_found, kept, self._tokens_ahead(wanted.partition))
+            left_s = plan.wait_s - (time.perf_counter() - began_s)
+            if plan.num_blocks and plan.wait_s == 0:
+                await self._fetch_planned(wanted.names[num_found:], plan)
+            if not plan.num_blocks or left_s <= 0 or self._held.is_over(wait):
+                return None
+            is_first = not self._scheduler.num_blocks_due(wanted.partition)
+            taken = self._take(wanted, num_found, plan.num_blocks) if is_first else None
+            if taken is None:
+                self._put_off(wait, kept)
+                return None
+            fetched = await self._fetch_planned(wanted.names[num_found:], replace(plan, wait_s=left_s))
+            return _Brought(num_found, taken, fetched)
         finally:
-            asyncio.get_running_loop().call_soon(found.set_result, None)  # once they have landed
-            if self._leaders.get((partition, chain[0])) is found:
-                del self._leaders[partition, chain[0]]
+            asyncio.get_running_loop().call_soon(over.set_result, None)  # once they have landed
+            if self._leaders.get(key) is over:
+                del self._leaders[key]
 
-    async def _find(self, chain: Sequence[BlockName]) -> Sequence[str | None]:
-        asked = self._threads.ask(self._stack.find, chain)
+    def bring_now(self, request_id: bytes) -> bool:
+        """Whether blocks are being fetched of a request that could be admitted: then it is, once they have landed."""
+        later = self._later.pop(request_id, None)
+        if later is None or self._threads.is_full:
+            return False
+        wanted = later.wanted
+        num_found = len(wanted.names) - len(self._missing(wanted))
+        plan = self._plan(wanted, num_found, later.tiers, 0)
+        if not plan.num_blocks or plan.wait_s == 0:
+            return False
+        if (taken := self._take(wanted, num_found, plan.num_blocks)) is None:
+            return False
+        self._background.spawn(self._bring_aside(request_id, wanted, num_found, taken, plan))
+        return True
+
+    async def _bring_aside(
+        self, request_id: bytes, wanted: Wanted, num_found: int, taken: tuple[int, ...], plan: FetchPlan
+    ) -> None:
+        fetched = await self._fetch_planned(wanted.names[num_found:], plan)
+        landed = self._land(wanted, _Brought(num_found, taken, fetched))
+        if landed.tokens:
+            self._on_came(request_id, landed.tokens)
+        self._scheduler.take_back(wanted.partition, request_id)
+        self._engine.wake()  # it is the first in line, and holds at once what it finds, if it can
+        self._pool.release(wanted.partition, landed.blocks[::-1])
+        self._engine.wake()
+
+    def _plan(
+        self, wanted: Wanted, num_found: int, tiers: Mapping[BlockName, str | None], num_tokens_ahead: int
+    ) -> FetchPlan:
+        """What to fetch behind the first so many blocks, by where its blocks were."""
+        behind = [tiers.get(name) for name in wanted.names[num_found:]]
+        return self._times.plan(runs_of(behind), num_tokens_ahead, time.perf_counter())
+
+    def _take(self, wanted: Wanted, num_found: int, num_blocks: int) -> tuple[int, ...] | None:
+        """Holds the first `num_found` blocks, and takes so many behind them; None, and nothing changes, where they are
+        gone, or there is no room.
+        """
+        before = self._cache.match(wanted.partition, wanted.names[:num_found])
+        if len(before) < num_found:
+            return None
+        self._cache.hold(wanted.partition, before)
+        blocks = self._pool.allocate(wanted.partition, num_blocks)
+        if blocks is None:
+            self._pool.release(wanted.partition, before[::-1])
+            return None
+        return before + blocks
+
+    async def _find(self, wait: Wait[Wanted], chain: Sequence[BlockName]) -> Sequence[str | None]:
+        """Which tier has each block. On a busy machine it may be long before that is known: then the request is begun,
+        and what is told later is still of use where it has to wait.
+        """
+        asked = self._threads.look_up(self._stack.find, chain)
         if not await asked.within(FIND_WAIT_S):
-            asked.give_up()
+            self._background.spawn(self._find_late(wait, chain, asked))
             return ()
         self._on_found(chain, asked.future.result())
         return asked.future.result()
+
+    async def _find_late(self, wait: Wait[Wanted], chain: Sequence[BlockName], asked: Asked[list[str | None]]) -> None:
+        await asyncio.wait([asked.future])
+        if not asked.future.cancelled():  # as it is where this ends first
+            tiers = asked.future.result()
+            self._on_found(chain, tiers)
+            self._put_off(wait, dict(zip(chain, tiers, strict=True)))
+
+    def _put_off(self, wait: Wait[Wanted], tiers: Mapping[BlockName, str | None]) -> None:
+        """It is asked about when it could be admitted."""
+        self._later[wait.request_id] = _Later(wait.what, tiers)
+        if len(self._later) > MAX_LATER:  # of requests that ended before it was their turn
+            self._later.popitem(last=False)
 
     def _tokens_ahead(self, partition: int) -> int:
         return self._engine.counters().queued_tokens[partition]
@@ -175,25 +271,24 @@ class FetchedFirst:
 
     # ---- what came
 
-    def _land(self, wanted: Wanted, num_found: int, fetched: Fetched) -> "_Landed":
-        """Lands what the cache still lacks, if all of it fits. What it holds is the caller's to release."""
-        partition, cache = wanted.partition, self._cache
-        before = cache.match(partition, wanted.names)
-        end = num_found + len(fetched.names)
-        num_new = end - len(before)
-        if len(before) < num_found or num_new <= 0:
-            return _NOTHING  # what they are behind is gone, or all are known by now
+    def _land(self, wanted: Wanted, brought: "_Brought") -> "_Landed":
+        """Lands what the cache still lacks. What it holds is the caller's to release."""
+        if brought.fetched is None:
+            return _Landed(brought.taken, {})
+        partition, cache, names = wanted.partition, self._cache, wanted.names
+        before = cache.match(partition, names)  # others may have computed more of it meanwhile
         cache.hold(partition, before)
-        blocks = self._pool.lease(partition, num_new) or ()
+        num_new = max(0, brought.num_found + len(brought.fetched.names) - len(before))
+        blocks = brought.taken[brought.num_found :][:num_new]
         if blocks:
-            rows = fetched.blocks[len(before) - num_found :]
+            rows = brought.fetched.blocks[len(before) - brought.num_found :]
             self._engine.land(partition, blocks, self._as_pages(rows), lambda: None)
-            self._pool.land(partition, blocks)
-            names = wanted.names
             for index, block in enumerate(blocks, len(before)):
                 cache.note(partition, block, names[index], names[index - 1] if index else None)
-            self._on_fetched(fetched)
-        return _Landed(before + blocks, self._tokens_of(fetched, len(blocks)))
+            self._on_fetched(brought.fetched)
+        spare = [block for block in brought.taken if block not in blocks]
+        self._pool.release(partition, spare[::-1])
+        return _Landed(before + blocks, self._tokens_of(brought.fetched, len(blocks)))
 
     def _tokens_of(self, fetched: Fetched, num_landed: int) -> dict[str, int]:
         """The tokens that came from each tier: those of the last blocks that were fetched."""
@@ -202,6 +297,23 @@ class FetchedFirst:
         for tier in tiers[len(tiers) - num_landed :]:
             tokens[tier] = tokens.get(tier, 0) + self._pool.block_size
         return tokens
+
+
+@dataclass(frozen=True, slots=True)
+class _Later:
+    """A request that waits for a slot and blocks, and which tier had each of its blocks when that was asked."""
+
+    wanted: Wanted
+    tiers: Mapping[BlockName, str | None]
+
+
+@dataclass(frozen=True, slots=True)
+class _Brought:
+    """Blocks that are held: those that the cache had, and behind them as many as were to be fetched."""
+
+    num_found: int  # of the former
+    taken: tuple[int, ...]
+    fetched: Fetched | None  # None: it did not come in time
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from moonshard.kv.store.host import HostTier
-from moonshard.kv.store.mooncake.library import StoreUnavailable
+from moonshard.kv.store.mooncake.faults import StoreUnavailable
 from moonshard.kv.store.mooncake.tier import MooncakeStoreConfig, MooncakeStoreTier
 from moonshard.kv.store.retention import Lru
 from moonshard.kv.store.ssd.faults import FolderInUse, LimitTooLarge, LimitTooSmall, StoreError

@@ -1,5 +1,6 @@
 """A worker's tiers, as the worker sees them: what begins later for their sake, what is written down, what they cost."""
 
+import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
@@ -30,6 +31,7 @@ from moonshard.sharding.layout import BlockShape
 MAX_QUEUED_BLOCKS = 4096  # names that wait to be written; blocks are lost sooner than that, where none is written
 MAX_CAME = 4096
 UPKEEP_S = 30.0
+CLOSE_S = 5.0
 
 
 class WorkerStore:
@@ -74,6 +76,7 @@ class WorkerStore:
             as_pages=self._as_pages,
             on_found=self._on_found,
             on_fetched=self._on_fetched,
+            on_came=self._on_came,
         )
         self._kept_up_s = time.monotonic()
         self._on_kept(stack.held())
@@ -98,9 +101,7 @@ class WorkerStore:
 
         def begin_now(tokens: Mapping[str, int]) -> None:
             if tokens:
-                self._came[run.request_id] = tokens
-                if len(self._came) > MAX_CAME:  # of requests that ended without a first token
-                    self._came.popitem(last=False)
+                self._on_came(run.request_id, tokens)
             begin()
 
         self._fetching.begin(
@@ -149,9 +150,11 @@ class WorkerStore:
         await self._writing.flush()
 
     def close(self) -> None:
-        """Blocks. What has not been written by now is not."""
+        """Blocks, for a few seconds at the most. What has not been written by now is not."""
         self._threads.close()
-        self._stack.close()
+        closing = threading.Thread(target=self._stack.close, name="tier-close", daemon=True)  # which may hang, too
+        closing.start()
+        closing.join(CLOSE_S)
 
     def _as_pages(self, rows: np.ndarray) -> np.ndarray:
         return rows.view(self._dtype).reshape(len(rows), *self._shape)
@@ -177,6 +180,11 @@ class WorkerStore:
 
     def _below(self, tier: str) -> Below:
         return Below.SHARED if self._stack.is_shared(tier) else Below.OWN
+
+    def _on_came(self, request_id: bytes, tokens: Mapping[str, int]) -> None:
+        self._came[request_id] = tokens
+        if len(self._came) > MAX_CAME:  # of requests that ended without a first token
+            self._came.popitem(last=False)
 
     def _on_fetched(self, fetched: Fetched) -> None:
         self._writing.came_up(fetched.names)

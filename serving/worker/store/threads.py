@@ -1,4 +1,7 @@
-"""The threads on which tiers are asked and written. A tier may hang: a few threads may hang with it, and no more."""
+"""The threads on which tiers are asked and written. A tier may hang: four threads may hang with it, and no more.
+
+Two fetch, one looks up what there is, so that nobody waits for others' blocks to hear that there are none, one writes.
+"""
 
 import asyncio
 import contextlib
@@ -6,9 +9,11 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 
-MAX_HANGING = 4  # calls under way at once
+from moonshard.serving.worker.store.daemons import DaemonThreads
+
+MAX_HANGING = 2  # fetches under way at once
 MAX_PENDING = 64  # calls that wait for a thread, or have one
 HANGING_S = 2.0  # without any call coming back
 MAX_BEHIND = 4  # calls of which nobody hears: each may hold the blocks that it is to write
@@ -16,15 +21,17 @@ LOW_PRIORITY = 19
 
 
 class TierThreads:
-    """`ask` runs what a request waits for, `write` what nobody waits for, one after another and behind all else.
+    """`ask` runs what a request waits for, `look_up` what takes no time unless it hangs, `write` what nobody waits for,
+    one after another and behind all else.
 
     On the event loop.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._asking = ThreadPoolExecutor(MAX_HANGING, thread_name_prefix="tier-ask")
-        self._writing = ThreadPoolExecutor(1, thread_name_prefix="tier-write", initializer=_give_way)
+        self._asking = DaemonThreads(MAX_HANGING, "tier-ask")
+        self._looking = DaemonThreads(1, "tier-look-up")
+        self._writing = DaemonThreads(1, "tier-write", initializer=_give_way)
         self._num_pending = 0
         self._num_behind = 0
         self.is_closed = False
@@ -45,8 +52,12 @@ class TierThreads:
         asked.future.add_done_callback(self._came)
         return asked
 
+    def look_up[*Ts, T](self, work: Callable[[*Ts], T], *arguments: *Ts) -> "Asked[T]":
+        """Not to be called where it is closed."""
+        return Asked(self._looking.submit(work, *arguments))
+
     async def write[*Ts, T](self, work: Callable[[*Ts], T], *arguments: *Ts) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._writing, work, *arguments)
+        return await asyncio.wrap_future(self._writing.submit(work, *arguments))
 
     def write_behind(self, work: Callable[[], None]) -> None:
         """As `write`, and nobody hears of its end, nor of its absence where too much waits already."""
@@ -56,10 +67,10 @@ class TierThreads:
         asyncio.wrap_future(self._writing.submit(work)).add_done_callback(self._was_written)
 
     def close(self) -> None:
-        """Does not wait for what hangs."""
+        """Does not wait for what hangs, and neither does the process at its end."""
         self.is_closed = True
-        self._asking.shutdown(wait=False, cancel_futures=True)
-        self._writing.shutdown(wait=False, cancel_futures=True)
+        for threads in (self._asking, self._looking, self._writing):
+            threads.close()
 
     def _came[T](self, future: "asyncio.Future[T]") -> None:
         self._num_pending -= 1

@@ -8,11 +8,11 @@ from moonshard.experiments.bench.tiers.record import Moved, TierTimes
 from moonshard.experiments.bench.tiers.table import shortest_worth_it, tiers_grid
 from moonshard.experiments.bench.tiers.ways import move
 
-WAYS = {"memcpy", "host", "store", "ssd", "ssd, O_DIRECT"}
+WAYS = {"memcpy", "host", "store", "ssd", "ssd, uncached", "ssd, O_DIRECT"}
 
 
 @pytest.mark.xdist_group("mooncake")
-def test_every_way_is_timed_for_every_number_of_blocks_and_nothing_is_left(tmp_path: Path):
+def test_every_way_is_timed_for_every_number_of_blocks(tmp_path: Path):
     found = move(block_bytes=10_000, num_blocks=(1, 3), repeats=2, folder=tmp_path, seed=0)
     assert {(one.way, one.num_blocks) for one in found} == {(way, number) for way in WAYS for number in (1, 3)}
     assert all(len(one.put_s) == len(one.get_s) == 2 for one in found)

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from moonshard.experiments.studies.affinity.figures import figures
 from moonshard.experiments.studies.affinity.report import grid_of, thoughts_grid_of
-from moonshard.experiments.studies.affinity.rounds import ArmName, Round, Turn
+from moonshard.experiments.studies.affinity.rounds import ArmName, Round
+from moonshard.experiments.studies.sessions import Turn
 from moonshard.experiments.training.texts.corpus import pocket_text
 from moonshard.experiments.workload.agents import agent_sessions, oracle_cached_tokens
 from moonshard.experiments.workload.thoughts import Thoughts

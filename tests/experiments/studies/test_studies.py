@@ -18,6 +18,7 @@ from moonshard.experiments.reading.tables.run_tables import load_runs
 from moonshard.experiments.runner.experiment import load_experiment
 from moonshard.experiments.studies.affinity.figures import figures
 from moonshard.experiments.studies.affinity.recorded import rounds_of
+from moonshard.experiments.studies.tiers.recorded import rounds_of as tiers_rounds_of
 from tests.sizes import BLOCK_SIZE, CHUNK_TOKENS, IN_EXPERIMENT, NUM_BLOCKS
 
 ROOT = Path(__file__).parents[3]
@@ -86,7 +87,22 @@ MINIATURES: Mapping[str, tuple[Sequence[str], set[str]]] = {
         ),
         {"affinity", "steps"},
     ),
+    "tiers": (
+        (
+            *("repeats=1", "server.kv.num_blocks=16", "server.kv.block_size=64", "server.prefill.chunk_tokens=64"),
+            *(
+                "server.decode.max_slots=4",
+                "server.model.max_context_tokens=1024",
+                "workload.num_sessions=3",
+                "workload.session_tokens=400",
+            ),
+            *("workload.num_clients=3", "workload.mean_think_s=0.01", "workload.max_tokens=4"),
+        ),
+        {"ttft", "steps"},
+    ),
 }
+
+WITH_SESSIONS = ("affinity", "tiers")
 
 # Each takes ten seconds and more: these two have both modes and a sweep between them.
 QUICK = ("pd_vs_aggregated",)
@@ -164,7 +180,7 @@ def test_a_study_runs_and_its_notebook_makes_its_pictures(name: str, run_of: Cal
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("name", [a_study(name) for name in MINIATURES if name != "affinity"])
+@pytest.mark.parametrize("name", [a_study(name) for name in MINIATURES if name not in WITH_SESSIONS])
 def test_every_request_of_a_miniature_is_answered_as_its_workload_says(name: str, run_of: Callable[[str], Path]):
     requests = load_runs(run_of(name)).requests
     assert set(requests["outcome"]) == {"completed"}
@@ -218,6 +234,17 @@ def test_loads_are_multiples_of_what_the_closed_loop_of_the_run_got_done(run_of:
         sent = run.trials[point.number, 0].record.workload
         assert sent["rate_per_s"] == pytest.approx(3 * capacity_per_s)
         assert sent["num_requests"] == max(1, round(3 * capacity_per_s * 0.3))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_nobody_finds_more_in_tiers_than_one_unbounded_cache_would(run_of: Callable[[str], Path]):
+    rounds = tiers_rounds_of(load_runs(run_of("tiers")))
+    assert [one.arm for one in rounds] == ["device", "host", "store", "ssd", "all"]
+    for one in rounds:
+        assert all(turn.cached_tokens <= turn.oracle_tokens for turn in one.turns)
+        assert one.tier_tokens <= sum(turn.cached_tokens for turn in one.turns)
+    assert rounds[0].tier_tokens == 0
 
 
 @pytest.mark.slow

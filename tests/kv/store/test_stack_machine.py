@@ -1,7 +1,7 @@
 """Several tiers at once, whatever happens to each: no block ever has other bytes than were kept by its name.
 
 Tiers are so small that what one lookup found is given up by another's blocks before it is fetched. One of them loses
-blocks by itself, as memory that others share does; files rot, and come back after a restart.
+blocks by itself, as memory that others share does; files rot; what they hold comes back after a restart.
 """
 
 import shutil
@@ -16,8 +16,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from moonshard.kv.prefix import BlockName
 from moonshard.kv.store.host import HostTier
 from moonshard.kv.store.stack import Fetched, TierStack
+from tests.kv.store.kept_tier import KeptTier
 from tests.kv.store.ssd.blocks_on_disk import BLOCK_BYTES, IN_MEMORY, blocks, chain, open_tier, rot
-from tests.serving.worker.store.kept_tier import KeptTier
 
 CHAINS = [chain(number, 6) for number in range(4)]
 chains = st.sampled_from(CHAINS)
@@ -57,8 +57,8 @@ class Tiers(RuleBasedStateMachine):
         for name, tier in zip(names, tiers, strict=False):
             assert (tier is None) or name in self.ever_kept
             assert tier is not None or name not in self.shared.kept
-        num = next((index for index, tier in enumerate(tiers) if tier is None), length)
-        self.found = (names[:num], [tier for tier in tiers[:num] if tier is not None])
+        num_found = next((index for index, tier in enumerate(tiers) if tier is None), length)
+        self.found = (names[:num_found], [tier for tier in tiers[:num_found] if tier is not None])
 
     @precondition(lambda self: self.found is not None)
     @rule()
@@ -69,6 +69,9 @@ class Tiers(RuleBasedStateMachine):
         assert self.fetched.names == tuple(names[: len(self.fetched.names)])
         assert np.array_equal(self.fetched.blocks, blocks(self.fetched.names))
         assert sum(run.num_blocks for run in self.fetched.runs) == len(self.fetched.names)
+        certain = self.shared.kept.keys() - self.shared.broken
+        is_certain = [tier == "store" and name in certain for name, tier in zip(names, tiers, strict=True)]
+        assert len(self.fetched.names) >= [*is_certain, False].index(False)
 
     @precondition(lambda self: self.fetched is not None and self.fetched.names)
     @rule()

@@ -259,7 +259,7 @@ def test_a_range_of_kv_ports_too_short_for_the_workers_of_one_machine_is_refused
     with pytest.raises(ConfigError, match=r"kv\.ports: 3 workers need 6 ports, 20100 to 20104 are 5"):
         check_kv_ports_suffice(load_config(None, short), num_workers=3, num_stores=0)
     check_kv_ports_suffice(load_config(None, short), num_workers=2, num_stores=0)
-    told = r"2 workers and 1 ends of the store need 6 ports, 20100 to 20104 are 5"
+    told = r"the store and 2 workers need 7 ports, 20100 to 20104 are 5"
     with pytest.raises(ConfigError, match=told):
         check_kv_ports_suffice(load_config(None, short), num_workers=2, num_stores=1)
     for unused in ('mode="aggregated"', 'kv.transport="grpc"'):
@@ -343,10 +343,10 @@ def test_a_child_is_given_the_whole_configuration_on_its_command_line():
 
 
 def test_serve_starts_an_end_of_the_store_that_its_workers_know_of_unless_one_is_named():
-    keys = ["kv.store.enabled=true", "kv.store.dram_bytes=20000000", "kv.store.master=a:1"]
+    keys = ["kv.store.enabled=true", "kv.store.dram_bytes=20000000", "kv.store.master=127.0.0.1:1"]
     commands = ChildCommands(load_config(None, keys))
     store = reread(commands.beside["store"](None), "store").kv.store
-    assert (store.dram_bytes, store.master) == (20000000, "a:1")
+    assert (store.dram_bytes, store.master) == (20000000, "127.0.0.1:1")
     assert store.client
     assert store.client.startswith("127.0.0.1:")
     assert {reread(worker(None), name.split()[0]).kv.store for name, worker in commands.workers.items()} == {store}

@@ -69,6 +69,43 @@ def test_mooncake_beyond_loopback_needs_tls_and_a_fence_and_grpc_needs_tls(tmp_p
     assert "gRPC without [tls] is plain text without authentication" in fault
 
 
+STORE = ("mode=aggregated", "kv.store.enabled=true", "kv.store.dram_bytes=20000000")
+
+
+def test_mooncake_store_beyond_loopback_needs_tls_and_a_fence_by_whatever_key_it_is_there(tmp_path: Path):
+    (tmp_path / "x").touch()
+    tls = tls_of(*[tmp_path / "x"] * 3)
+    for place in ("kv.store.client=10.0.0.1:7", "kv.host=10.0.0.1"):
+        (fault,) = faults(*STORE, place)
+        assert fault.startswith(f"{place.partition('=')[0]}: 10.0.0.1 is not loopback, and Mooncake listens on all")
+        assert faults(*STORE, place, FENCE) == (fault,)
+        assert load_config(None, [*STORE, place, FENCE, *tls]).kv.store.is_shared
+        assert load_config(None, [*STORE, place, ALLOWED]).kv.store.is_shared
+    assert load_config(None, [*STORE, "kv.store.client=127.0.0.1:7"]).kv.store.is_shared
+
+
+def test_a_store_that_machines_share_needs_a_name_of_each():
+    master = "kv.store.master=10.0.0.9:7"
+    expected = "kv.host: name the address by which other machines reach this one; 10.0.0.9 is one of them"
+    assert faults(*STORE, master) == (expected,)
+    assert faults(*STORE, master, "kv.store.client=127.0.0.1:7") == (expected,)
+    assert load_config(None, [*STORE, master, "kv.host=10.0.0.1", ALLOWED]).kv.store.master == "10.0.0.9:7"
+
+
+def test_a_store_at_an_ipv6_address_is_refused_by_its_key():
+    (fault,) = faults(*STORE, "kv.store.client=[::1]:7", ALLOWED)
+    assert fault == "kv.store.client: Mooncake Store is reached by a name or an IPv4 address, not by [::1]"
+    (fault,) = faults(*STORE, "kv.host=::1", ALLOWED)
+    assert fault == "kv.host: Mooncake Store is reached by a name or an IPv4 address, not by ::1"
+
+
+def test_the_store_listens_at_one_port_more_than_a_worker():
+    assert faults(*STORE, "kv.ports=[20100, 20101]") == (
+        "kv.ports: the store listens at 3 ports, 20100 to 20101 are fewer",
+    )
+    assert load_config(None, [*STORE, "kv.ports=[20100, 20102]"]).kv.ports == (20100, 20102)
+
+
 @pytest.mark.parametrize("host", ["0.0.0.0", "::"])
 def test_a_host_that_means_all_interfaces_is_no_name_for_peers(host: str):
     fault = f"kv.host: peers reach no machine at {host}; name this one"

@@ -115,10 +115,11 @@ def test_closing_waits_for_what_hangs_no_longer_than_it_is_told_and_its_thread_e
     lanes = Lanes(NUM_LANES, NAME)
     hang(lanes, release)
     start_s = time.perf_counter()
-    lanes.close(timeout_s=0.05)
+    assert not lanes.close(timeout_s=0.05)
     assert time.perf_counter() - start_s < 10
     with lanes.lane(timeout_s=1.0) as lane:
         assert lane is None
     assert num_threads() == 1
     release.set()
     await_that(lambda: num_threads() == 0)
+    assert lanes.close(timeout_s=0.0)

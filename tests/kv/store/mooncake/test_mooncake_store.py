@@ -15,12 +15,12 @@ import numpy as np
 import pytest
 
 from moonshard.kv.prefix import BlockName
-from moonshard.kv.store.mooncake.answers import answers
-from moonshard.kv.store.mooncake.library import StoreUnavailable
+from moonshard.kv.store.mooncake.faults import StoreUnavailable
 from moonshard.kv.store.mooncake.tier import MooncakeStoreConfig, MooncakeStoreTier
 from moonshard.kv.store.tier import MissCause, Tier
-from moonshard.serving.store.mooncake import MooncakeProcesses, StorePorts, StoreSettings, read_usage
 from moonshard.serving.store.native import NativeProcess
+from moonshard.serving.store.ports import StorePorts
+from moonshard.serving.store.processes import MooncakeProcesses, StoreSettings
 from tests.kv.store.mooncake.store_blocks import (
     BLOCK_BYTES,
     LAYOUT,
@@ -30,6 +30,7 @@ from tests.kv.store.mooncake.store_blocks import (
     blocks_of,
     names_of,
 )
+from tests.kv.store.mooncake.store_usage import read_usage
 
 pytestmark = pytest.mark.xdist_group("mooncake")
 
@@ -495,8 +496,7 @@ def test_a_full_store_gives_up_what_nobody_asks_for(own_store: MooncakeProcesses
         chains = [names_of(f"more {index}", 20) for index in range(45)]
         for names in chains:
             keep_until_kept(tier, names)
-        usage = read_usage(own_store.ports, timeout_s=5.0)
-        assert usage is not None
+        usage = read_usage(own_store.ports.metrics)
         assert usage.num_evicted > 0
         assert usage.num_blocks * BLOCK_BYTES <= usage.bytes_held <= usage.bytes_capacity == SETTINGS.segment_bytes
         assert are_right(tier, chains[-1]) == [True] * 20
@@ -539,45 +539,11 @@ def test_a_process_that_uses_the_store_says_nothing(shared_store: MooncakeProces
     assert (done.stdout, done.stderr) == ("", "")
 
 
-def test_processes_that_serve_log_nothing():
-    lines = list[str]()
-    processes = MooncakeProcesses(StorePorts.free(), SETTINGS, on_line=lines.append)
-    processes.start()
-    assert len(processes.pids) == 2
-    processes.stop()
-    assert processes.pids == ()
-    assert lines == []
-
-
-def test_processes_that_cannot_start_say_why_and_leave_none_behind(shared_store: MooncakeProcesses):
-    ports = StorePorts.free()
-    taken = StorePorts(master=ports.master, metrics=shared_store.ports.metrics, client=ports.client)
-    processes = MooncakeProcesses(taken, SETTINGS)
-    with pytest.raises(StoreUnavailable, match=r"mooncake_master ended with 1: .*Address already in use"):
-        processes.start()
-    assert processes.pids == ()
-    taken = StorePorts(master=ports.master, metrics=ports.metrics, client=shared_store.ports.client)
-    processes = MooncakeProcesses(taken, SETTINGS)
-    with pytest.raises(StoreUnavailable, match="something answers at"):
-        processes.start()
-    assert processes.pids == ()
-    assert not answers(f"127.0.0.1:{ports.master}", timeout_s=0.2)
-
-
-def test_processes_end_though_they_are_stopped(own_store: MooncakeProcesses):
-    stop(own_store.client)
-    own_store.stop(timeout_s=0.1)
-    assert own_store.pids == ()
-
-
 def test_without_the_package_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "mooncake.store", None)
     config = MooncakeStoreConfig(address="127.0.0.1:1")
     with pytest.raises(StoreUnavailable, match="mooncake-transfer-engine"):
         MooncakeStoreTier.start(layout=LAYOUT, block_bytes=BLOCK_BYTES, config=config)
-    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
-    with pytest.raises(StoreUnavailable, match="mooncake-transfer-engine"):
-        MooncakeProcesses(StorePorts(master=1, metrics=2, client=3), StoreSettings(segment_bytes=1))
 
 
 def test_an_address_that_is_none_is_told_at_the_start():

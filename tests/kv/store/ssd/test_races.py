@@ -188,6 +188,25 @@ def test_the_end_waits_for_calls_and_their_blocks_are_there_afterwards(tmp_path:
     tier.close()
 
 
+def test_the_end_does_not_wait_for_a_call_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    tier, names = open_tier(tmp_path, 8), chain(0, 2)
+    keep(tier, names)
+    hangs, may_go = threading.Event(), threading.Event()
+
+    def hang() -> None:
+        hangs.set()
+        may_go.wait()
+
+    before_the_next(monkeypatch, "preadv", "payload", hang)
+    with ThreadPoolExecutor(1) as other:
+        hanging = other.submit(fetch, tier, names)
+        assert hangs.wait(LONG_S)
+        tier.close()
+        assert not hanging.done()
+        may_go.set()
+        assert hanging.result(LONG_S) == [True, True]
+
+
 def test_orders_that_are_noted_while_blocks_come_and_go_harm_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """A flush writes all headers; one that is older than its extent's last use would bring a lost block back."""
     tier, names, others = open_tier(tmp_path, 2), chain(0, 2), chain(2, 4, start=2)

@@ -38,7 +38,7 @@ from tests.serving.gateway.intake.large_inputs import (
 
 pytestmark = [pytest.mark.alone, pytest.mark.timeout(900)]
 PAUSE_S = 0.05  # beyond what there is beside nothing
-NUM_TRIES = 3  # of an input: what pauses by itself does so every time, what a busy machine does to it not
+NUM_TRIES = 3  # of an input: a pause of our own comes every time, one of a busy machine does not
 MAX_GROWTH = 4  # times the bytes in flight
 ALLOWED_BYTES = 64 * MB  # what a gateway takes for its first request anyhow
 TOKENIZER_BYTES = 190  # for each of a text while it is encoded: Hugging Face's, and not ours to bound
@@ -117,7 +117,7 @@ class Deployment:
         lines = Path(f"/proc/{self.pid}/status").read_text().splitlines()
         return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(name))
 
-    def measured(self, name: str, sent: Input) -> Measured:
+    def measure(self, name: str, sent: Input) -> Measured:
         calm_stream, calm_health, _ = self.beside(None, 1.5)
         self.forget_peak()
         before = self.memory_bytes("VmRSS")
@@ -200,9 +200,9 @@ def test_no_large_input_stops_a_stream_or_fills_the_memory(context_tokens: int, 
         for name, sent in {**served, **large_bodies(), **large_messages()}.items():
             must_succeed = name in served and context_tokens == max(CONTEXTS)
             most = most_growth(sent, sent.bytes_in_flight() if name in served else len(sent.body), 1)
-            tries = [deployed.measured(name, sent)]
+            tries = [deployed.measure(name, sent)]
             while tries[-1].is_slow and len(tries) < NUM_TRIES:
-                tries.append(deployed.measured(name, sent))
+                tries.append(deployed.measure(name, sent))
             is_wrong = any(one.status == 500 or (one.status != 200 and must_succeed) for one in tries)
             if tries[-1].is_slow or is_wrong or any(one.grown_bytes > most for one in tries):
                 faults += [one.told for one in tries]

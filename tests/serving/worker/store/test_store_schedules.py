@@ -28,8 +28,8 @@ from moonshard.serving.worker.store import fetching
 from moonshard.serving.worker.store.fetching import FetchedFirst, Wanted
 from moonshard.serving.worker.store.threads import Asked
 from moonshard.serving.worker.store.writing import WriteThrough
+from tests.kv.store.kept_tier import KeptTier
 from tests.serving.fake_device import VOCAB_SIZE, FakeDevice, true_output, true_tokens
-from tests.serving.worker.store.kept_tier import KeptTier
 from tests.serving.worker.store.virtual_loop import run_virtually
 
 BLOCK_SIZE, ROOT, NOTHING = 4, b"root", -9
@@ -50,6 +50,8 @@ class ScriptedThreads:
 
     def ask(self, work: Callable[..., Any], *arguments: object) -> Asked[Any]:
         return Asked(self._add(work, *arguments))
+
+    look_up = ask
 
     async def write(self, work: Callable[..., Any], *arguments: object) -> Any:
         return await asyncio.wrap_future(self._add(work, *arguments))
@@ -140,7 +142,7 @@ class World:
             threads=self.threads,  # pyright: ignore[reportArgumentType]
             on_kept=lambda kept: None,
         )
-        times = FetchTimes(BLOCK_SIZE)
+        self.times = times = FetchTimes(BLOCK_SIZE)
         if rng.random() < 0.7:
             times.computed(BLOCK_SIZE, rng.choice([0.002, 0.02, 0.2]))  # so that waits are as short
         self.fetching = FetchedFirst(
@@ -151,6 +153,7 @@ class World:
             as_pages=lambda rows: rows.view(np.int32).reshape(len(rows), 1, BLOCK_SIZE, 1),
             on_found=lambda chain, tiers: None,
             on_fetched=self._on_fetched,
+            on_came=self._on_came,
         )
         self.requests: dict[bytes, Request] = {}
         self.live: set[bytes] = set()
@@ -159,6 +162,9 @@ class World:
         self.right: dict[bytes, list[int]] = {}  # what a block of that name holds
         self.checked: set[bytes] = set()  # in whichever tier: what a tier has it never changes
         self.num_from_tiers = 0
+
+    def _on_came(self, request_id: bytes, tokens: dict[str, int]) -> None:
+        self.num_from_tiers += sum(tokens.values())
 
     def _on_fetched(self, fetched: Any) -> None:
         self.writing.came_up(fetched.names)
@@ -321,20 +327,167 @@ def test_what_was_computed_meanwhile_is_not_landed_again():
     run_virtually(scenario(World(0, num_partitions=1, num_blocks=16)))
 
 
-def test_what_is_behind_blocks_that_were_lost_meanwhile_is_not_landed():
+def test_what_is_behind_blocks_that_are_lost_while_tiers_are_asked_is_not_fetched():
+    async def scenario(world: World) -> None:
+        compute(world, [*PROMPT[:8], 3])
+        request = world.a_request(PROMPT)
+        in_tier(world, request)
+        world.begin(request)
+        await asyncio.sleep(0)
+        for number in range(3):
+            compute(world, [number] * 27)  # takes all blocks but one
+        world.threads.run(0)  # which tells where the last two are
+        await world.finish()
+        assert world.num_from_tiers == 0
+
+    run_virtually(scenario(World(0, num_partitions=1, num_blocks=8)))
+
+
+def test_what_the_device_has_stays_while_the_rest_is_fetched():
     async def scenario(world: World) -> None:
         compute(world, [*PROMPT[:8], 3])
         request = world.a_request(PROMPT)
         in_tier(world, request)
         world.begin(request)
         await until_fetching(world)
-        for number in range(3):
-            compute(world, [number] * 27)  # takes all blocks but one
+        compute(world, [9] * 15)  # takes all others
         world.threads.run(0)
+        await world.finish()
+        assert world.num_from_tiers == 2 * BLOCK_SIZE
+
+    run_virtually(scenario(World(0, num_partitions=1, num_blocks=8)))
+
+
+def hurried(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Time is virtual, and computing so slow that every fetch is worth it."""
+    monkeypatch.setattr(fetching.time, "perf_counter", asyncio.get_running_loop().time)
+    for _ in range(100):
+        world.times.computed(BLOCK_SIZE, 0.5)
+
+
+async def asked(world: World, request: Request) -> None:
+    """The request comes, and tiers have told what they have of it."""
+    world.begin(request)
+    await asyncio.sleep(0)
+    world.threads.run(0)
+    await asyncio.sleep(0.1)
+
+
+def serve(world: World, request: Request) -> None:
+    while request.id not in world.engine.ended:
+        world.engine.launch()
+        world.complete()
+
+
+def test_a_request_fetches_once_there_is_room_and_enters_before_who_came_later(monkeypatch: pytest.MonkeyPatch):
+    async def scenario(world: World) -> None:
+        hurried(world, monkeypatch)
+        before, request, behind = world.a_request([9] * 19), world.a_request(PROMPT), world.a_request([8] * 19)
+        in_tier(world, request)
+        world.scheduler.add(before, 0.0, None, 0)
+        world.engine.launch()
+        await asked(world, request)
+        world.scheduler.add(behind, 0.0, None, 0)
+        assert not world.threads.pending  # there is no room for it
+        serve(world, before)
+        world.engine.launch()
+        await asyncio.sleep(0)
+        assert len(world.threads.pending) == 1  # its blocks
+        assert not world.scheduler.has_unlaunched
+        world.threads.run(0)
+        await asyncio.sleep(0.001)
+        assert world.num_from_tiers == 4 * BLOCK_SIZE
+        serve(world, request)
+        assert behind.id not in world.engine.ended
+        await world.finish()
+
+    run_virtually(scenario(World(0, num_partitions=1, num_blocks=8)))
+
+
+def test_what_tiers_tell_late_is_of_use_to_a_request_that_has_to_wait(monkeypatch: pytest.MonkeyPatch):
+    async def scenario(world: World) -> None:
+        hurried(world, monkeypatch)
+        before, request = world.a_request([9] * 19), world.a_request(PROMPT)
+        in_tier(world, request)
+        world.scheduler.add(before, 0.0, None, 0)
+        world.engine.launch()
+        world.begin(request)
+        await asyncio.sleep(1.0)
+        assert world.fetching.num_waiting == 0  # it is begun by now
+        world.threads.run(0)
+        await asyncio.sleep(0.001)
+        serve(world, before)
+        world.engine.launch()
+        await asyncio.sleep(0)
+        world.threads.run(0)
+        await world.finish()
+        assert world.num_from_tiers == 4 * BLOCK_SIZE
+
+    run_virtually(scenario(World(0, num_partitions=1, num_blocks=8)))
+
+
+def test_a_request_that_ends_while_it_is_brought_leaves_nothing(monkeypatch: pytest.MonkeyPatch):
+    async def scenario(world: World) -> None:
+        hurried(world, monkeypatch)
+        before, request = world.a_request([9] * 19), world.a_request(PROMPT)
+        in_tier(world, request)
+        world.scheduler.add(before, 0.0, None, 0)
+        world.engine.launch()
+        await asked(world, request)
+        serve(world, before)
+        world.engine.launch()
+        await asyncio.sleep(0)
+        world.live.remove(request.id)
+        world.scheduler.cancel(request.id)
+        world.threads.run(0)
+        await world.finish()
+        assert world.pool.num_free(0) == 8
+
+    run_virtually(scenario(World(0, num_partitions=1, num_blocks=8)))
+
+
+def test_a_request_whose_blocks_do_not_come_in_time_is_computed(monkeypatch: pytest.MonkeyPatch):
+    async def scenario(world: World) -> None:
+        hurried(world, monkeypatch)
+        before, request = world.a_request([9] * 19), world.a_request(PROMPT)
+        in_tier(world, request)
+        world.scheduler.add(before, 0.0, None, 0)
+        world.engine.launch()
+        await asked(world, request)
+        serve(world, before)
+        world.engine.launch()
+        await asyncio.sleep(10.0)  # and no thread takes it
+        assert world.fetching.num_late == 1
+        serve(world, request)
         await world.finish()
         assert world.num_from_tiers == 0
 
     run_virtually(scenario(World(0, num_partitions=1, num_blocks=8)))
+
+
+def test_who_has_waited_in_vain_for_what_another_fetches_does_not_wait_as_long_again(monkeypatch: pytest.MonkeyPatch):
+    async def scenario(world: World) -> None:
+        loop = asyncio.get_running_loop()
+        monkeypatch.setattr(fetching.time, "perf_counter", loop.time)
+        for _ in range(100):
+            world.times.computed(BLOCK_SIZE, 0.5)
+        first, second = world.a_request(PROMPT), world.a_request(PROMPT)
+        in_tier(world, first)
+        began_s = loop.time()
+        world.begin(first)
+        await until_fetching(world)  # and no thread takes it
+        world.begin(second)
+        while world.fetching.num_waiting:
+            await asyncio.sleep(0.01)
+            for index, (running, _) in reversed(list(enumerate(world.threads.pending))):
+                if index or running.cancelled():  # the second one's look-up
+                    world.threads.run(index)
+        both_s = world.times.compute_s(2 * len(PROMPT))  # the first one is computed before the second by now
+        assert both_s is not None
+        assert loop.time() - began_s < 1.2 * both_s
+        await world.finish()
+
+    run_virtually(scenario(World(0, num_partitions=1, num_blocks=16)))
 
 
 def run_schedule(seed: int, monkeypatch: pytest.MonkeyPatch) -> World:

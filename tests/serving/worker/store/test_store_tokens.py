@@ -19,8 +19,8 @@ from moonshard.sharding.rules import DecodeRules
 from moonshard.sharding.shape import MeshShape
 from tests.agreement import assert_drawn_from, reference
 from tests.engine_room import long_text
+from tests.kv.store.kept_tier import KeptTier
 from tests.serving.pd.pd_pair import ALONE, Answer, Meshes, Pair, loaded, run, running
-from tests.serving.worker.store.kept_tier import KeptTier
 from tests.sizes import BLOCK_SIZE
 
 pytestmark = pytest.mark.xdist_group("jax")

@@ -10,48 +10,18 @@ so is a master that comes back, though the client still has the memory.
 Python needs none of the library's modules for this. What was measured is in `kv.store.mooncake`.
 """
 
-import contextlib
-import http.client
 import importlib.util
 import os
-import random
-import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from moonshard.kv.mooncake import INSTALL, ports_environment
-from moonshard.kv.store.mooncake.library import StoreUnavailable
+from moonshard.kv.store.mooncake.faults import StoreUnavailable
+from moonshard.serving.config.loopback import LOOPBACK
 from moonshard.serving.store.native import NativeProcess
-
-LOOPBACK = "127.0.0.1"
-FREE_PORTS = range(20_000, 32_000)  # not given to outgoing ones: a call to a dead server there could reach itself
-NUM_PORTS_TRIED = 200
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StorePorts:
-    """Where the two processes answer: the master on loopback."""
-
-    master: int
-    metrics: int  # the master's, by HTTP
-    client: int  # also names the socket by which the client takes workers' memory
-    client_host: str = LOOPBACK  # an address of this machine; other machines' clients reach it there
-
-    @classmethod
-    def free(cls) -> "StorePorts":
-        """Ports that nothing listens on now."""
-        master, metrics, client = free_ports(3)
-        return cls(master=master, metrics=metrics, client=client)
-
-    @property
-    def client_address(self) -> str:
-        return f"{self.client_host}:{self.client}"
-
-    @property
-    def master_address(self) -> str:
-        return f"{LOOPBACK}:{self.master}"
+from moonshard.serving.store.ports import StorePorts
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,16 +36,6 @@ class StoreSettings:
     rpc_timeout_s: float = 1.0  # of the client's calls to the master; the library's own is 30 s
     num_threads: int = 16  # of the client; a call that waits for the master takes one
     ports: tuple[int, int] | None = None  # first and last of those that the client opens on all interfaces
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StoreUsage:
-    """As the master counts it, over all clients."""
-
-    num_blocks: int
-    bytes_held: int
-    bytes_capacity: int
-    num_evicted: int
 
 
 def master_argv(ports: StorePorts, settings: StoreSettings) -> list[str]:
@@ -165,36 +125,6 @@ class MooncakeProcesses:
         """May be called again."""
         for process in reversed(self.all):
             process.stop(timeout_s)
-
-
-def read_usage(ports: StorePorts, *, timeout_s: float) -> StoreUsage | None:
-    """None where the master does not tell."""
-    connection = http.client.HTTPConnection(LOOPBACK, ports.metrics, timeout=timeout_s)
-    try:
-        connection.request("GET", "/metrics")
-        lines = connection.getresponse().read().decode().splitlines()
-        values = dict(line.rsplit(" ", 1) for line in lines if line and not line.startswith("#"))
-        return StoreUsage(
-            num_blocks=int(values["master_key_count"]),
-            bytes_held=int(values["master_allocated_bytes"]),
-            bytes_capacity=int(values["master_total_capacity_bytes"]),
-            num_evicted=int(values["master_evicted_key_count"]),
-        )
-    except (OSError, http.client.HTTPException, KeyError, ValueError):
-        return None
-    finally:
-        connection.close()
-
-
-def free_ports(num_ports: int) -> list[int]:
-    """Different ports of loopback that nothing listens on now. OSError where none are found."""
-    found = list[int]()
-    for port in random.sample(FREE_PORTS, NUM_PORTS_TRIED):
-        with contextlib.suppress(OSError), socket.create_server((LOOPBACK, port)):
-            found.append(port)
-        if len(found) == num_ports:
-            return found
-    raise OSError(f"no {num_ports} free ports from {FREE_PORTS.start} to {FREE_PORTS.stop - 1}")
 
 
 def _binary(name: str) -> Path:
