@@ -57,7 +57,7 @@ def serve(
 
         config = replace(options, set=(*options.set, *_as_overrides(model, port, host, mode))).load()
         commands = ChildCommands(config)
-        check_kv_ports_suffice(config, num_workers=len(commands.workers), num_stores=len(commands.beside))
+        check_kv_ports_suffice(config, num_workers=len(commands.workers), has_store=bool(commands.beside))
         check_ports_are_free(config)
         load_tenants(config.gateway.keys)  # so that a faulty file is known now, and not once the workers are ready
         cluster_key(config, os.environ)  # likewise

@@ -100,7 +100,7 @@ def _store_faults(kv: KvConfig) -> list[str]:
 
 
 def _machines_faults(kv: KvConfig) -> list[str]:
-    """Of a master that serves several machines: each must be called by a name that the others reach it by."""
+    """Of the name by which Mooncake Store calls this machine: others reach it by that, where they share a master."""
     host = _host_of(kv.store.client) or kv.host
     faults = []
     if host is not None and ":" in host:

@@ -4,8 +4,8 @@ They belong together. The master says for 10 s more that a client which has ende
 comes back behind it may be taken for the one before: so when one ends by itself, this process ends the other and
 itself, and whoever has started it starts it again, empty. Workers count what they ask for meanwhile as misses.
 
-The master may be somebody else's, for several machines. Whether that can be reached is no condition for serving: the
-client is started again until it can.
+The master may be somebody else's, for several machines. Whether that can be reached is no condition for serving, and is
+not waited for: the client asks again by itself until it can.
 """
 
 import asyncio
@@ -25,6 +25,7 @@ from moonshard.serving.store.ports import StorePorts, free_ports
 from moonshard.serving.store.processes import MooncakeProcesses, StoreSettings
 
 START_S = 20.0
+ELSEWHERE_S = 2.0  # for the client to find somebody else's master
 STOP_S = 2.0  # of each
 KEY = "kv.store.dram_bytes"
 
@@ -113,15 +114,16 @@ def _processes_for(config: Config) -> MooncakeProcesses:
 
 
 async def _start(processes: MooncakeProcesses) -> None:
+    has_own_master = processes.master is not None
     for process in processes.all:
         try:
             process.start()  # on this thread, with which it ends
         except StoreUnavailable as error:
             raise ConfigError([f"kv.store.client: {error}"]) from error
         try:
-            await asyncio.to_thread(process.wait_until_it_answers, START_S)
+            await asyncio.to_thread(process.wait_until_it_answers, START_S if has_own_master else ELSEWHERE_S)
         except StoreUnavailable as error:
-            if processes.master is not None:
+            if has_own_master:
                 raise ConfigError([f"{KEY}: {error}"]) from error
             logger.warning("%s; until it answers nothing is found in Mooncake Store", error)
 

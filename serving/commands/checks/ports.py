@@ -19,14 +19,15 @@ def check_worker_port_is_free(config: Config, role: WorkerRole) -> None:
     _check(config.worker.host, {port_key(role): port_of(config, role)})
 
 
-def check_kv_ports_suffice(config: Config, *, num_workers: int, num_stores: int) -> None:
+def check_kv_ports_suffice(config: Config, *, num_workers: int, has_store: bool) -> None:
     """ConfigError where Mooncake finds too few on one machine: the last worker would fail once all have compiled."""
     if (ports := config.kv.ports) is None:
         return
     num_listening = num_workers if workers_have_mooncake(config) else 0
-    num_needed, num_ports = PORTS_PER_WORKER * num_listening + PORTS_PER_STORE * num_stores, ports[1] - ports[0] + 1
+    kinds = {"the store": has_store * PORTS_PER_STORE, f"{num_listening} workers": num_listening * PORTS_PER_WORKER}
+    num_needed, num_ports = sum(kinds.values()), ports[1] - ports[0] + 1
     if num_ports < num_needed:
-        who = " and ".join(["the store"] * num_stores + [f"{num_listening} workers"] * (num_listening > 0))
+        who = " and ".join(kind for kind, number in kinds.items() if number)
         raise ConfigError([f"kv.ports: {who} need {num_needed} ports, {ports[0]} to {ports[1]} are {num_ports}"])
 
 

@@ -65,8 +65,9 @@ class Admission:
 
     def _is_brought_first(self, head: Sequence) -> bool:
         """Whether it is set aside, though it could enter, until blocks that somebody has of it are here."""
-        lacks_room = not self._slots.num_free_slots or self._slots.num_free_blocks < self._num_free_to_admit(head)
-        if self.bring is None or lacks_room or not self.bring(head.request.id):
+        if self.bring is None or not self._slots.num_free_slots:
+            return False
+        if self._slots.num_free_blocks < self._num_free_to_admit(head) or not self.bring(head.request.id):
             return False
         self._waiting.set_aside(head.request.id)
         return True

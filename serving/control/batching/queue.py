@@ -113,6 +113,8 @@ class WaitingLine:
         among them.
         """
         ordered = merge(self._returning, self._leaders, key=lambda sequence: sequence.order)
+        if not self._aside:
+            return ordered
         return (sequence for sequence in ordered if sequence.request.id not in self._aside)
 
     def head(self) -> Sequence | None:

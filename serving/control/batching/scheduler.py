@@ -201,6 +201,10 @@ class Scheduler:
         self._accepted[request.id] = accepted
         return accepted
 
+    def serves(self, request_id: bytes) -> bool:
+        """Whether a request of this id waits or runs."""
+        return request_id in self._accepted
+
     def cancel(self, request_id: bytes) -> bool:
         """End a request without output for it; says whether it was there. What is in flight for it is dropped on
         arrival.

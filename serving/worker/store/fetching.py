@@ -11,9 +11,9 @@ and all behind it for want of the time that this takes.
 """
 
 import asyncio
+import contextlib
 import time
-from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -22,14 +22,13 @@ from moonshard.kv.blocks import BlockPool
 from moonshard.kv.prefix import BlockName
 from moonshard.kv.store.stack import Fetched, TierStack
 from moonshard.serving.control.batching.scheduler import Scheduler
-from moonshard.serving.control.tiers.fetches import UNKNOWN_WAIT_S, FetchPlan, FetchTimes, runs_of
+from moonshard.serving.control.tiers.fetches import NOTHING, UNKNOWN_WAIT_S, FetchPlan, FetchTimes, runs_of
 from moonshard.serving.engine.engine import Engine
 from moonshard.serving.wire.link import Link
 from moonshard.serving.worker.background import Background
 from moonshard.serving.worker.roles.held import Held, Wait
 from moonshard.serving.worker.store.threads import Asked, TierThreads
 
-MAX_LATER = 4096
 FIND_WAIT_S = 0.05  # for what the tiers say they have
 
 
@@ -77,7 +76,7 @@ class FetchedFirst:
         self._leaders: dict[tuple[int, BlockName], asyncio.Future[None]] = {}  # who fetches from that block on
         self._background = Background(engine.fail)
         self._on_came = on_came
-        self._later = OrderedDict[bytes, _Later]()  # begun without room for what tiers have of them
+        self._later = Held[_Later]()  # begun without room for what tiers have of them
         scheduler.bring_with(self.bring_now)
         self.num_late = 0  # fetches that were not waited for to the end
 
@@ -106,10 +105,16 @@ class FetchedFirst:
     def drop(self, request_id: bytes, link: Link) -> None:
         """The request is over, where it waits and came over this link."""
         self._held.drop(request_id, link)
-        self._later.pop(request_id, None)
+        self._later.drop(request_id, link)
 
     def close_link(self, link: Link) -> None:
         self._held.close_link(link)
+        self._later.close_link(link)
+
+    def tick(self) -> None:
+        """Forgets who ended before it was their turn."""
+        for wait in [each for each in self._later if not self._scheduler.serves(each.request_id)]:
+            self._later.let_go(wait)
 
     # ---- what happens meanwhile
 
@@ -118,7 +123,7 @@ class FetchedFirst:
         await self._follow(wanted)
         brought = None if self._held.is_over(wait) else await self._bring(wait, began_s)
         is_wanted = self._held.let_go(wait)
-        landed = _NOTHING
+        landed = _NONE
         if brought is not None:
             landed = self._land(wanted, brought) if is_wanted else _Landed(brought.taken, {})
         if is_wanted:
@@ -145,18 +150,12 @@ class FetchedFirst:
         missing = self._missing(wanted)
         if not missing or self._threads.is_full:
             return None
-        over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        key = (wanted.partition, missing[0])
-        self._leaders.setdefault(key, over)
-        try:
-            tiers = await self._find(wait, missing)
+        with self._leading(wanted.partition, missing[0]):
+            kept = dict(zip(missing, await self._find(wait, missing), strict=False))
             num_found = len(wanted.names) - len(self._missing(wanted))
-            kept = dict(zip(missing, tiers, strict=False))
             plan = self._plan(wanted, num_found, kept, self._tokens_ahead(wanted.partition))
             left_s = plan.wait_s - (time.perf_counter() - began_s)
-            if plan.num_blocks and plan.wait_s == 0:
-                await self._fetch_planned(wanted.names[num_found:], plan)
-            if not plan.num_blocks or left_s <= 0 or self._held.is_over(wait):
+            if left_s <= 0 or self._held.is_over(wait) or self._threads.is_full:
                 return None
             is_first = not self._scheduler.num_blocks_due(wanted.partition)
             taken = self._take(wanted, num_found, plan.num_blocks) if is_first else None
@@ -165,31 +164,38 @@ class FetchedFirst:
                 return None
             fetched = await self._fetch_planned(wanted.names[num_found:], replace(plan, wait_s=left_s))
             return _Brought(num_found, taken, fetched)
-        finally:
-            asyncio.get_running_loop().call_soon(over.set_result, None)  # once they have landed
-            if self._leaders.get(key) is over:
-                del self._leaders[key]
 
     def bring_now(self, request_id: bytes) -> bool:
         """Whether blocks are being fetched of a request that could be admitted: then it is, once they have landed."""
-        later = self._later.pop(request_id, None)
-        if later is None or self._threads.is_full:
+        wait = self._later.get(request_id)
+        if wait is None or self._threads.is_full:
             return False
-        wanted = later.wanted
-        num_found = len(wanted.names) - len(self._missing(wanted))
-        plan = self._plan(wanted, num_found, later.tiers, 0)
-        if not plan.num_blocks or plan.wait_s == 0:
-            return False
-        if (taken := self._take(wanted, num_found, plan.num_blocks)) is None:
+        wanted = wait.what.wanted
+        missing = self._missing(wanted)
+        if missing and (leader := self._leaders.get((wanted.partition, missing[0]))) is not None:
+            self._background.spawn(self._stand_aside(wait, leader))
+            return True
+        self._later.let_go(wait)
+        num_found = len(wanted.names) - len(missing)
+        plan = self._plan(wanted, num_found, wait.what.tiers, 0)
+        taken = self._take(wanted, num_found, plan.num_blocks) if plan.wait_s else None
+        if taken is None:
             return False
         self._background.spawn(self._bring_aside(request_id, wanted, num_found, taken, plan))
         return True
 
+    async def _stand_aside(self, wait: "Wait[_Later]", leader: asyncio.Future[None]) -> None:
+        """Another request fetches the next block of this one's: it is asked about once more when that is over."""
+        await asyncio.wait([leader])
+        self._scheduler.take_back(wait.what.wanted.partition, wait.request_id)
+        self._engine.wake()
+
     async def _bring_aside(
         self, request_id: bytes, wanted: Wanted, num_found: int, taken: tuple[int, ...], plan: FetchPlan
     ) -> None:
-        fetched = await self._fetch_planned(wanted.names[num_found:], plan)
-        landed = self._land(wanted, _Brought(num_found, taken, fetched))
+        with self._leading(wanted.partition, wanted.names[num_found]):
+            fetched = await self._fetch_planned(wanted.names[num_found:], plan)
+            landed = self._land(wanted, _Brought(num_found, taken, fetched))
         if landed.tokens:
             self._on_came(request_id, landed.tokens)
         self._scheduler.take_back(wanted.partition, request_id)
@@ -197,12 +203,32 @@ class FetchedFirst:
         self._pool.release(wanted.partition, landed.blocks[::-1])
         self._engine.wake()
 
+    @contextlib.contextmanager
+    def _leading(self, partition: int, first: BlockName) -> Iterator[None]:
+        """Within the block this is who fetches from that block on, unless somebody did before."""
+        over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._leaders.setdefault((partition, first), over)
+        try:
+            yield
+        finally:
+            asyncio.get_running_loop().call_soon(over.set_result, None)  # once they have landed
+            if self._leaders.get((partition, first)) is over:
+                del self._leaders[partition, first]
+
     def _plan(
         self, wanted: Wanted, num_found: int, tiers: Mapping[BlockName, str | None], num_tokens_ahead: int
     ) -> FetchPlan:
-        """What to fetch behind the first so many blocks, by where its blocks were."""
+        """What to fetch behind the first so many blocks, by where its blocks were, and to wait for: nothing of what is
+        only tried, to see how long it takes.
+        """
         behind = [tiers.get(name) for name in wanted.names[num_found:]]
-        return self._times.plan(runs_of(behind), num_tokens_ahead, time.perf_counter())
+        plan = self._times.plan(runs_of(behind), num_tokens_ahead, time.perf_counter())
+        if plan.num_blocks and not plan.wait_s and not self._threads.is_full:
+            self._background.spawn(self._try_out(wanted.names[num_found:], plan))
+        return plan if plan.wait_s else NOTHING
+
+    async def _try_out(self, chain: Sequence[BlockName], plan: FetchPlan) -> None:
+        self._note(await self._ask(chain, plan).future)
 
     def _take(self, wanted: Wanted, num_found: int, num_blocks: int) -> tuple[int, ...] | None:
         """Holds the first `num_found` blocks, and takes so many behind them; None, and nothing changes, where they are
@@ -224,44 +250,46 @@ class FetchedFirst:
         """
         asked = self._threads.look_up(self._stack.find, chain)
         if not await asked.within(FIND_WAIT_S):
-            self._background.spawn(self._find_late(wait, chain, asked))
+            self._background.spawn(self._find_late(chain, asked, self._put_off(wait, {})))
             return ()
         self._on_found(chain, asked.future.result())
         return asked.future.result()
 
-    async def _find_late(self, wait: Wait[Wanted], chain: Sequence[BlockName], asked: Asked[list[str | None]]) -> None:
+    async def _find_late(
+        self, chain: Sequence[BlockName], asked: Asked[list[str | None]], tiers: dict[BlockName, str | None]
+    ) -> None:
         await asyncio.wait([asked.future])
         if not asked.future.cancelled():  # as it is where this ends first
-            tiers = asked.future.result()
-            self._on_found(chain, tiers)
-            self._put_off(wait, dict(zip(chain, tiers, strict=True)))
+            self._on_found(chain, asked.future.result())
+            tiers.update(zip(chain, asked.future.result(), strict=True))
 
-    def _put_off(self, wait: Wait[Wanted], tiers: Mapping[BlockName, str | None]) -> None:
-        """It is asked about when it could be admitted."""
-        self._later[wait.request_id] = _Later(wait.what, tiers)
-        if len(self._later) > MAX_LATER:  # of requests that ended before it was their turn
-            self._later.popitem(last=False)
+    def _put_off(self, wait: Wait[Wanted], tiers: dict[BlockName, str | None]) -> dict[BlockName, str | None]:
+        """It is asked about when it could be admitted, and by then more may be told of its tiers."""
+        self._later.hold(wait.request_id, wait.link, _Later(wait.what, tiers))
+        return tiers
 
     def _tokens_ahead(self, partition: int) -> int:
         return self._engine.counters().queued_tokens[partition]
 
     async def _fetch_planned(self, chain: Sequence[BlockName], plan: FetchPlan) -> Fetched | None:
-        asked_s = time.perf_counter()
-        tiers = [run.tier for run in plan.runs for _ in range(run.num_blocks)]
-        asked = self._threads.ask(self._stack.fetch, chain[: plan.num_blocks], tiers)
-        if plan.wait_s and await asked.within(plan.wait_s):
+        """None where they did not come in time."""
+        asked_s, asked = time.perf_counter(), self._ask(chain, plan)
+        if await asked.within(plan.wait_s):
             self._note(asked.future.result())
             return asked.future.result()
-        self.num_late += plan.wait_s > 0
-        if plan.wait_s == 0 or not asked.give_up():
+        self.num_late += 1
+        if not asked.give_up():
             self._background.spawn(self._note_late(asked, plan, asked_s))
         return None
 
+    def _ask(self, chain: Sequence[BlockName], plan: FetchPlan) -> Asked[Fetched]:
+        tiers = [run.tier for run in plan.runs for _ in range(run.num_blocks)]
+        return self._threads.ask(self._stack.fetch, chain[: plan.num_blocks], tiers)
+
     async def _note_late(self, asked: Asked[Fetched], plan: FetchPlan, asked_s: float) -> None:
         """Until it is known how long it takes, it takes as long as it has taken, and the farthest tier is to blame."""
-        if plan.wait_s:
-            farthest = plan.runs[-1]
-            self._times.fetched(farthest.tier, farthest.num_blocks, time.perf_counter() - asked_s)
+        farthest = plan.runs[-1]
+        self._times.fetched(farthest.tier, farthest.num_blocks, time.perf_counter() - asked_s)
         self._note(await asked.future)
 
     def _note(self, fetched: Fetched) -> None:
@@ -286,7 +314,7 @@ class FetchedFirst:
             for index, block in enumerate(blocks, len(before)):
                 cache.note(partition, block, names[index], names[index - 1] if index else None)
             self._on_fetched(brought.fetched)
-        spare = [block for block in brought.taken if block not in blocks]
+        spare = brought.taken[: brought.num_found] + brought.taken[brought.num_found + len(blocks) :]
         self._pool.release(partition, spare[::-1])
         return _Landed(before + blocks, self._tokens_of(brought.fetched, len(blocks)))
 
@@ -301,7 +329,7 @@ class FetchedFirst:
 
 @dataclass(frozen=True, slots=True)
 class _Later:
-    """A request that waits for a slot and blocks, and which tier had each of its blocks when that was asked."""
+    """A request that waits for a slot and blocks, and which tier had each of its blocks, as far as that was told."""
 
     wanted: Wanted
     tiers: Mapping[BlockName, str | None]
@@ -324,4 +352,4 @@ class _Landed:
     tokens: dict[str, int]
 
 
-_NOTHING = _Landed((), {})
+_NONE = _Landed((), {})

@@ -130,6 +130,7 @@ class WorkerStore:
 
     def tick(self) -> None:
         self._writing.tick()
+        self._fetching.tick()
         if time.monotonic() - self._kept_up_s > UPKEEP_S:
             self._kept_up_s = time.monotonic()
             self._threads.write_behind(self._stack.upkeep)

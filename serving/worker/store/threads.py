@@ -33,6 +33,7 @@ class TierThreads:
         self._looking = DaemonThreads(1, "tier-look-up")
         self._writing = DaemonThreads(1, "tier-write", initializer=_give_way)
         self._num_pending = 0
+        self._num_looking = 0
         self._num_behind = 0
         self.is_closed = False
         self._came_s = clock()  # when the last call came back, or the first one went
@@ -41,7 +42,7 @@ class TierThreads:
     def is_full(self) -> bool:
         """Whether nothing more may be asked: too much waits already, all threads seem to hang, or it is closed."""
         hangs = self._num_pending >= MAX_HANGING and self._clock() - self._came_s > HANGING_S
-        return self.is_closed or hangs or self._num_pending >= MAX_PENDING
+        return self.is_closed or hangs or max(self._num_pending, self._num_looking) >= MAX_PENDING
 
     def ask[*Ts, T](self, work: Callable[[*Ts], T], *arguments: *Ts) -> "Asked[T]":
         """Not to be called where it `is_full`."""
@@ -53,8 +54,11 @@ class TierThreads:
         return asked
 
     def look_up[*Ts, T](self, work: Callable[[*Ts], T], *arguments: *Ts) -> "Asked[T]":
-        """Not to be called where it is closed."""
-        return Asked(self._looking.submit(work, *arguments))
+        """Not to be called where it `is_full`. Nobody need wait for it: who is late to hear may still use it."""
+        self._num_looking += 1
+        asked = Asked(self._looking.submit(work, *arguments))
+        asked.future.add_done_callback(self._looked)
+        return asked
 
     async def write[*Ts, T](self, work: Callable[[*Ts], T], *arguments: *Ts) -> T:
         return await asyncio.wrap_future(self._writing.submit(work, *arguments))
@@ -71,6 +75,9 @@ class TierThreads:
         self.is_closed = True
         for threads in (self._asking, self._looking, self._writing):
             threads.close()
+
+    def _looked[T](self, future: "asyncio.Future[T]") -> None:
+        self._num_looking -= 1
 
     def _came[T](self, future: "asyncio.Future[T]") -> None:
         self._num_pending -= 1

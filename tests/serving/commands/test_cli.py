@@ -257,13 +257,13 @@ def test_a_port_in_use_is_refused_naming_the_key():
 def test_a_range_of_kv_ports_too_short_for_the_workers_of_one_machine_is_refused():
     short = ["kv.ports=[20100, 20104]"]
     with pytest.raises(ConfigError, match=r"kv\.ports: 3 workers need 6 ports, 20100 to 20104 are 5"):
-        check_kv_ports_suffice(load_config(None, short), num_workers=3, num_stores=0)
-    check_kv_ports_suffice(load_config(None, short), num_workers=2, num_stores=0)
+        check_kv_ports_suffice(load_config(None, short), num_workers=3, has_store=False)
+    check_kv_ports_suffice(load_config(None, short), num_workers=2, has_store=False)
     told = r"the store and 2 workers need 7 ports, 20100 to 20104 are 5"
     with pytest.raises(ConfigError, match=told):
-        check_kv_ports_suffice(load_config(None, short), num_workers=2, num_stores=1)
+        check_kv_ports_suffice(load_config(None, short), num_workers=2, has_store=True)
     for unused in ('mode="aggregated"', 'kv.transport="grpc"'):
-        check_kv_ports_suffice(load_config(None, [*short, unused]), num_workers=3, num_stores=1)
+        check_kv_ports_suffice(load_config(None, [*short, unused]), num_workers=3, has_store=True)
 
 
 def test_serve_says_that_the_kv_ports_are_too_few_before_it_starts_a_worker(capsys: pytest.CaptureFixture[str]):

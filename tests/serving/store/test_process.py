@@ -7,7 +7,8 @@ import psutil
 import pytest
 
 from moonshard.kv.store.mooncake.answers import answers
-from moonshard.serving.store.ports import free_ports
+from moonshard.serving.store.ports import StorePorts, free_ports
+from moonshard.serving.store.processes import MooncakeProcesses, StoreSettings
 from tests.cluster.conftest import wait_until
 from tests.kv.store.mooncake.store_usage import read_usage
 from tests.serving.store.store_process import StoreProcess, natives_of, running_store
@@ -54,9 +55,17 @@ def test_when_one_ends_by_itself_so_does_all(which: str):
         assert any(f"{which} ended with -9" in line for line in store.lines)
 
 
-def test_it_is_there_though_somebody_elses_master_is_not():
-    with running_store(**{"kv.store.master": f"127.0.0.1:{free_ports(1)[0]}"}) as store:
+def test_it_is_there_before_somebody_elses_master_and_finds_that_when_it_comes():
+    ports = StorePorts.free()
+    with running_store(**{"kv.store.master": ports.master_address}) as store:
         assert any("until it answers nothing is found in Mooncake Store" in line for line in store.lines)
+        master = MooncakeProcesses(ports, StoreSettings(segment_bytes=64 * 1024**2)).master
+        assert master
+        master.start()
+        try:
+            assert wait_until(lambda: answers(store.address, timeout_s=1.0), 60)
+        finally:
+            master.stop(10.0)
 
 
 def test_it_joins_somebody_elses_master():

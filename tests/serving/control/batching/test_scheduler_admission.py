@@ -201,3 +201,52 @@ def test_counters_tell_what_runs_what_waits_and_what_is_left_to_prefill():
     counters = scheduler.counters()
     assert (counters.queued_tokens, counters.active_tokens) == ((30,), (102,))
     assert (counters.totals.num_decode_steps, counters.totals.decode_tokens) == (1, 1)
+
+
+def test_of_whom_something_is_brought_keeps_its_place_and_others_go_first():
+    scheduler = a_scheduler(slots_per_partition=3, chunk_tokens=256)
+    asked = list[bytes]()
+    requests = [a_request(name, 20) for name in ("a", "b", "c")]
+
+    def bring(request_id: bytes) -> bool:
+        asked.append(request_id)
+        return request_id == requests[0].id and asked.count(request_id) == 1
+
+    scheduler.bring_with(bring)
+    for request in requests[:2]:
+        scheduler.add(request, 0.0)
+    plan = launch_prefill(scheduler)
+    assert names(plan) == ["b"]
+    scheduler.add(requests[2], 0.0)
+    scheduler.take_back(0, requests[0].id)
+    finish(scheduler, plan)
+    assert [names(plan) for plan in steps(scheduler) if isinstance(plan, PrefillPlan)] == [["a", "c"]]
+    assert asked == [requests[0].id, requests[1].id, requests[0].id, requests[2].id]
+
+
+def test_nobody_is_brought_before_there_is_room():
+    scheduler = a_scheduler(num_blocks=4)
+    asked = list[bytes]()
+    scheduler.bring_with(lambda request_id: bool(asked.append(request_id)))
+    first, second = a_request("a", 30, max_tokens=1), a_request("b", 40)
+    scheduler.add(first, 0.0)
+    scheduler.add(second, 0.0)
+    finish(scheduler, launch(scheduler))
+    assert asked == [first.id]
+    assert names(launch(scheduler)) == ["b"]
+    assert asked == [first.id, second.id]
+
+
+def test_who_is_set_aside_expires_and_is_cancelled_like_any_other():
+    scheduler = a_scheduler(queue_timeout_s=5.0)
+    scheduler.bring_with(lambda request_id: True)
+    requests = [a_request(name, 20) for name in ("a", "b")]
+    for request in requests:
+        scheduler.add(request, 0.0)
+    assert scheduler.schedule() is None
+    assert scheduler.cancel(requests[0].id)
+    assert [request_id for request_id, _ in scheduler.expire(6.0)] == [requests[1].id]
+    for request in requests:
+        assert not scheduler.serves(request.id)
+        scheduler.take_back(0, request.id)
+    assert scheduler.is_idle
