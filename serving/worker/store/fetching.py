@@ -181,7 +181,9 @@ class FetchedFirst:
         taken = self._take(wanted, num_found, plan.num_blocks) if plan.wait_s else None
         if taken is None:
             return False
-        self._background.spawn(self._bring_aside(request_id, wanted, num_found, taken, plan))
+        leading = contextlib.ExitStack()
+        leading.enter_context(self._leading(wanted.partition, missing[0]))  # now: the next in line may want the same
+        self._background.spawn(self._bring_aside(request_id, wanted, num_found, taken, plan, leading))
         return True
 
     async def _stand_aside(self, wait: "Wait[_Later]", leader: asyncio.Future[None]) -> None:
@@ -191,9 +193,15 @@ class FetchedFirst:
         self._engine.wake()
 
     async def _bring_aside(
-        self, request_id: bytes, wanted: Wanted, num_found: int, taken: tuple[int, ...], plan: FetchPlan
+        self,
+        request_id: bytes,
+        wanted: Wanted,
+        num_found: int,
+        taken: tuple[int, ...],
+        plan: FetchPlan,
+        leading: contextlib.ExitStack,
     ) -> None:
-        with self._leading(wanted.partition, wanted.names[num_found]):
+        with leading:
             fetched = await self._fetch_planned(wanted.names[num_found:], plan)
             landed = self._land(wanted, _Brought(num_found, taken, fetched))
         if landed.tokens:

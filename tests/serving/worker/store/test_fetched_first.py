@@ -82,6 +82,27 @@ def test_what_the_device_has_stays_while_the_rest_is_fetched():
     run_virtually(scenario(World(0, num_partitions=1, num_blocks=8)))
 
 
+def test_a_tier_that_seemed_slow_is_tried_out_beside_who_does_not_wait_for_it():
+    async def scenario(world: World) -> None:
+        world.times.computed(BLOCK_SIZE, 0.5)
+        for _ in range(100):
+            world.times.fetched("ssd", 4, 1000.0)
+        request = world.a_request(PROMPT)
+        in_tier(world, request)
+        world.begin(request)
+        await until_fetching(world)
+        assert world.fetching.num_waiting == 0
+        world.threads.run(0)
+        await asyncio.sleep(0.001)
+        fetch_s = world.times.fetch_s("ssd", 4)
+        assert fetch_s is not None
+        assert fetch_s < 1.0
+        await world.finish()
+        assert world.num_from_tiers == 0
+
+    run_virtually(scenario(World(0, num_partitions=1, num_blocks=16)))
+
+
 # ---- where there is no room
 
 
@@ -89,15 +110,18 @@ def test_what_the_device_has_stays_while_the_rest_is_fetched():
 def world(monkeypatch: pytest.MonkeyPatch) -> World:
     """Of eight blocks. Time is virtual, and computing so slow that every fetch is worth it."""
     monkeypatch.setattr(fetching.time, "perf_counter", lambda: asyncio.get_running_loop().time())
-    world = World(0, num_partitions=1, num_blocks=8)
+    return slow_to_compute(World(0, num_partitions=1, num_blocks=8))
+
+
+def slow_to_compute(world: World) -> World:
     for _ in range(100):
         world.times.computed(BLOCK_SIZE, 0.5)
     return world
 
 
-def fill(world: World) -> Request:
+def fill(world: World, num_tokens: int = 19) -> Request:
     """A request that runs, and has so many blocks that those of `PROMPT` find no room."""
-    running = world.a_request([9] * 19)
+    running = world.a_request([9] * num_tokens)
     world.scheduler.add(running, 0.0, None, 0)
     world.engine.launch()
     return running
@@ -162,8 +186,10 @@ def test_who_comes_later_takes_no_room_that_another_waits_for(world: World):
 
 
 def test_of_requests_that_wait_alike_one_fetches_for_all(world: World):
+    world = slow_to_compute(World(0, num_partitions=1, num_blocks=10))  # in which two of them find room
+
     async def scenario() -> None:
-        running, requests = fill(world), [world.a_request(PROMPT) for _ in range(3)]
+        running, requests = fill(world, 27), [world.a_request(PROMPT) for _ in range(3)]
         in_tier(world, requests[0])
         for request in requests:
             await ask(world, request)
@@ -235,8 +261,8 @@ def test_a_request_that_ended_before_its_turn_is_forgotten(world: World):
         world.live.remove(request.id)
         world.scheduler.cancel(request.id)
         world.fetching.tick()
-        assert not world.fetching.bring_now(request.id)
         serve(world, running)
+        assert not world.fetching.bring_now(request.id)
         await world.finish()
         assert world.tiers[1].num_fetched == 0
 
