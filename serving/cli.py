@@ -27,9 +27,9 @@ BUILT_IN = tuple(
     EntryPoint(name=name, value=f"moonshard.serving.commands.{module}:{name}", group=ENTRY_POINT_GROUP)
     for module, *names in (
         ("serve", "serve"),
-        ("gateway", "gateway"),
-        ("roles", "prefill", "decode", "worker"),
-        ("store", "store"),
+        ("processes.gateway", "gateway"),
+        ("processes.roles", "prefill", "decode", "worker"),
+        ("processes.store", "store"),
         *((name, name) for name in ("keys", "chat", "score", "convert", "budget", "experts", "ledger", "trace")),
     )
     for name in names

@@ -30,7 +30,8 @@ MAX_PROMPT = 100  # tokens
 NUM_TOKENS = 3
 MS = 1e6  # nanoseconds
 WIRE_MIN_MS = -1.0
-WIRE_IDLE_P99_MS = 15.0  # 8 to 11 on the slowest machine so far; a wait without a name would show
+# The median; of the slowest too, or four times the median where the machine itself is slow, and never beyond the last.
+WIRE_IDLE_MS, WIRE_SLOW_MS = 5.0, 15.0
 # Between a client's stamps and the gateway's: gRPC both ways, and the event loops of both, on two busy cores.
 OUTSIDE_P50_MS, OUTSIDE_P99_MS = 25.0, 250.0
 OUTSIDE_BESIDE_OTHERS_MS = 5_000.0  # the median where others have the cores: far from another unit, or clock
@@ -223,5 +224,7 @@ def test_on_an_idle_machine_the_wire_is_a_few_milliseconds(tmp_path: Path):
     alone = both_sides(tmp_path, 1, NUM_ALONE)
     wire_ms = alone["wire_ms"]
     assert wire_ms.min() >= WIRE_MIN_MS  # pyright: ignore[reportOptionalOperand, reportOperatorIssue]
-    assert quantile(wire_ms, 0.99) < WIRE_IDLE_P99_MS
+    typical_ms = quantile(wire_ms, 0.5)
+    assert typical_ms < WIRE_IDLE_MS
+    assert quantile(wire_ms, 0.99) < max(WIRE_IDLE_MS, min(WIRE_SLOW_MS, 4 * typical_ms))
     assert quantile((alone["ended_ns"] - alone["sent_ns"] - alone["e2e_ns"]) / MS, 0.99) < OUTSIDE_IDLE_P99_MS
