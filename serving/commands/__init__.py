@@ -2,6 +2,6 @@
 wrong.
 
 A command of an experiment belongs in `experiments`, which registers it as an entry point. What several commands check
-before they start is in `checks`, options that they share in `options`. `processes` are those of a deployment one by one.
-Begin with `serve`.
+before they start is in `checks`, options that they share in `options`. `processes` has those that run one process of a
+deployment. Begin with `serve`.
 """
