@@ -11,7 +11,7 @@ import pytest
 from tests.cluster.conftest import AGGREGATED, running, wait_until
 from tests.cluster.stored import NUM_BLOCKS, PROMPTS, answers, assert_found_again, num_kept, with_store
 from tests.engine_room import long_text
-from tests.serving.store.store_process import natives_of
+from tests.serving.store.store_process import natives_of, running_store
 
 pytestmark = [pytest.mark.xdist_group("cluster"), pytest.mark.timeout(300)]
 OTHERS = [long_text(length, seed=1000 + length) for length in (65, 150, 300, 500)]
@@ -30,6 +30,17 @@ def test_what_a_killed_worker_kept_is_found_by_the_next(tmp_path: Path):
         assert len(natives) == 2
     psutil.wait_procs(natives.values(), timeout=20)
     assert not any(native.is_running() for native in natives.values())
+
+
+@pytest.mark.slow
+def test_what_a_store_by_itself_holds_outlives_a_whole_deployment(tmp_path: Path):
+    with running_store() as store:
+        keys = with_store(tmp_path, **{"kv.store.client": store.address})
+        with running(**keys, **AGGREGATED) as cluster:
+            before = answers(cluster)
+            assert not natives_of(cluster.process.pid)  # it starts none of its own
+        with running(**keys) as cluster:
+            assert_found_again(cluster, before, "store")
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from moonshard.serving.config.reading import as_overrides
 def measure_tiers(config: Config, plan: Plan, environment: Mapping[str, str], folder: Path) -> TierTimes:
     """Measures them in a process of its own, whose files lie under `folder`. CalledProcessError where that fails."""
     kv = replace(config.kv, store=replace(config.kv.store, enabled=True))  # so that there are programs that land blocks
-    decode = replace(config.decode, max_slots=1)
+    decode = replace(config.decode, max_slots=1)  # whose sequence may take the whole pool
     job = TiersJob(
         overrides=tuple(as_overrides(replace(config, mode="aggregated", kv=kv, decode=decode))),
         folder=str(folder.absolute()),

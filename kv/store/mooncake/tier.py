@@ -31,6 +31,7 @@ class MooncakeStoreConfig:
 
     address: str  # host:port of `mooncake_client` on this machine
     timeout_s: float = 0.05  # of one call, besides what its bytes may take
+    keep_timeout_s: float = 1.0  # of one that keeps: nobody waits for it, on a thread that gives way to all others
     min_bytes_per_second: float = 0.5e9  # what is slower counts as hung
     max_call_bytes: int = 16 * 1024 * 1024  # of one call: more blocks go in several
     max_calls: int = 4  # at once; so many may hang
@@ -71,7 +72,8 @@ class MooncakeStoreTier:
         os.environ["MC_LOG_LEVEL"] = "ERROR"  # the library takes it from the environment alone, when it loads
         new_library()
         tier = cls(layout=layout, block_bytes=block_bytes, config=config)
-        with contextlib.suppress(NoAnswer), tier._turn(0):  # the first turn begins to set the library up, on its lane
+        # the first turn begins to set the library up, on its lane
+        with contextlib.suppress(NoAnswer), tier._turn(0, config.timeout_s):
             pass
         return tier
 
@@ -99,7 +101,7 @@ class MooncakeStoreTier:
             return []
         keys = self._values.keys(names)
         try:
-            with self._turn(0) as turn:
+            with self._turn(0, self._config.timeout_s) as turn:
                 return [code == 1 for code in turn.ask(lambda library: library.batch_is_exist(keys))]
         except NoAnswer as no_answer:
             self._count(no_answer.cause, len(names))
@@ -138,7 +140,7 @@ class MooncakeStoreTier:
 
     def _fetch(self, names: Sequence[BlockName], out: Bytes) -> list[bool]:
         try:
-            with self._turn(len(names)) as turn:
+            with self._turn(len(names), self._config.timeout_s) as turn:
                 causes = self._read(turn, names, out)
         except NoAnswer as no_answer:
             causes = [no_answer.cause] * len(names)
@@ -167,7 +169,7 @@ class MooncakeStoreTier:
 
     def _keep(self, names: Sequence[BlockName], blocks: Bytes) -> list[bool]:
         left: Sequence[int] = range(len(names))
-        with contextlib.suppress(NoAnswer), self._turn(len(names)) as turn:
+        with contextlib.suppress(NoAnswer), self._turn(len(names), self._config.keep_timeout_s) as turn:
             for name, block, row in zip(names, blocks, turn.rows[: len(names)], strict=True):
                 self._values.write(name, block, row)
             left = self._write(turn, names, left)
@@ -190,11 +192,11 @@ class MooncakeStoreTier:
     # ---- whether to ask, and what came of it
 
     @contextlib.contextmanager
-    def _turn(self, num_blocks: int) -> Iterator[Turn]:
+    def _turn(self, num_blocks: int, timeout_s: float) -> Iterator[Turn]:
         """The right to ask, with a lane and its memory. NoAnswer where the store is not to be asked now: where there is
         no session yet, one is being set up from now on.
         """
-        limit_s = self._config.timeout_s + num_blocks * self._row_bytes / self._config.min_bytes_per_second
+        limit_s = timeout_s + num_blocks * self._row_bytes / self._config.min_bytes_per_second
         deadline_s = time.perf_counter() + limit_s
         with self._lanes.lane(timeout_s=limit_s) as lane:
             if self._closing.is_set() or self._lanes.are_stuck:

@@ -20,7 +20,7 @@ from moonshard.serving.engine.loading.model import LoadedModel
 
 FORMAT = "moonshard blocks 1"  # of a block's bytes: [layers, block_size, features], as `Engine.export` gives them
 LAYOUT_BYTES = 16
-MIN_SHARED_BLOCKS = 16
+MIN_SHARED_BLOCKS = 16  # of a tier that gives up a tenth of its blocks at a time, from nine tenths on
 MAX_WORKERS = 64  # of a kind, that have files under one path
 
 logger = logging.getLogger(__name__)

@@ -5,6 +5,8 @@ while the queue is long, or before the end. One piece at a time is under way.
 """
 
 import asyncio
+import math
+import time
 from collections.abc import Callable
 
 import numpy as np
@@ -33,9 +35,11 @@ class WriteThrough:
         queue: WriteQueue,
         threads: TierThreads,
         on_kept: Callable[[dict[str, list[BlockName]]], None],
+        clock: Callable[[], float] = time.monotonic,
     ):
         """`on_kept` is told the names that each tier has now."""
         self._on_kept = on_kept
+        self._clock = clock
         self._engine = engine
         self._scheduler = scheduler
         self._cache = scheduler.cache
@@ -81,7 +85,10 @@ class WriteThrough:
         self._from_below.clear()
 
     def _begin(self) -> None:
-        if not (self._is_busy or self._threads.is_closed) and (piece := self._queue.take(PIECE_BLOCKS)) is not None:
+        if self._is_busy or self._threads.is_closed:
+            return
+        now_s = math.inf if self._is_flushing else self._clock()  # then none has time to wait
+        if (piece := self._queue.take(PIECE_BLOCKS, now_s)) is not None:
             self._is_busy = True
             self._background.spawn(self._find_lacking(piece))
 
@@ -117,7 +124,11 @@ class WriteThrough:
     async def _keep(self, piece: Piece, pages: np.ndarray) -> None:
         rows = np.ascontiguousarray(pages).reshape(len(piece.names), -1).view(np.uint8)
         chains = [(piece.parents[chain.start], piece.names[chain], rows[chain]) for chain in piece.chains()]
-        self._on_kept(await self._threads.write(self._stack.keep, chains))
+        kept = await self._threads.write(self._stack.keep, chains)
+        self._on_kept(kept)
+        if not self._is_flushing:  # which tries each once
+            failed = {name for names in kept.values() for name in set(piece.names).difference(names)}
+            self._queue.wrote(piece, failed, self._clock())
         self._end()
 
     def _end(self) -> None:

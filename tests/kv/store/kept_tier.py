@@ -13,11 +13,14 @@ from moonshard.kv.store.tier import TierCounters
 
 @dataclass
 class KeptTier:
-    """`held` events keep every call of that kind waiting until they are set; blocks in `broken` do not come."""
+    """`held` events keep every call of that kind waiting until they are set; blocks in `broken` do not come; one that
+    `is_off` has nothing and keeps nothing.
+    """
 
     block_bytes: int
     name: str = "store"
     is_shared: bool = True
+    is_off: bool = False
     kept: dict[BlockName, bytes] = field(default_factory=dict)
     broken: set[BlockName] = field(default_factory=set)
     find_may_go: threading.Event = field(default_factory=threading.Event)
@@ -36,7 +39,7 @@ class KeptTier:
 
     def find(self, names: Sequence[BlockName]) -> list[bool]:
         self.find_may_go.wait()
-        return [name in self.kept for name in names]
+        return [name in self.kept and not self.is_off for name in names]
 
     def fetch(self, names: Sequence[BlockName], out: Bytes) -> list[bool]:
         self.is_fetching.set()
@@ -45,6 +48,8 @@ class KeptTier:
 
     def keep(self, names: Sequence[BlockName], blocks: Bytes) -> list[bool]:
         self.num_writes += 1
+        if self.is_off:
+            return [False] * len(names)
         for name, block in zip(names, blocks, strict=True):
             self.kept.setdefault(name, block.tobytes())
         return [True] * len(names)
@@ -59,7 +64,7 @@ class KeptTier:
         """It is kept."""
 
     def _copy(self, name: BlockName, out: Bytes) -> bool:
-        if name in self.broken or name not in self.kept:
+        if name in self.broken or name not in self.kept or self.is_off:
             out[:] = 255
             return False
         out[:] = np.frombuffer(self.kept[name], np.uint8)

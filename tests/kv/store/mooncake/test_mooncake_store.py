@@ -62,7 +62,13 @@ def _store(settings: StoreSettings) -> Iterator[MooncakeProcesses]:
 
 def config_for(processes: MooncakeProcesses, timeout_s: float = 10.0, rest_s: float = 0.1) -> MooncakeStoreConfig:
     address = processes.ports.client_address
-    return MooncakeStoreConfig(address=address, timeout_s=timeout_s, max_call_bytes=5 * BLOCK_BYTES, rest_s=rest_s)
+    return MooncakeStoreConfig(
+        address=address,
+        timeout_s=timeout_s,
+        keep_timeout_s=timeout_s,
+        max_call_bytes=5 * BLOCK_BYTES,
+        rest_s=rest_s,
+    )
 
 
 @contextmanager
@@ -429,19 +435,22 @@ def test_at_most_four_calls_hang_and_then_it_is_off_until_one_returns(
     def num_timed_out() -> int:
         return hasty.counters.num_misses.get(MissCause.TIMED_OUT, 0)
 
+    def all_hang() -> bool:
+        assert hasty.find(names) == are_right(hasty, names) == [False, False]
+        return num_store_threads() == 4
+
     def is_off_for_good() -> bool:
         """Over five rests nothing was attempted."""
         before, start_s = num_timed_out(), time.perf_counter()
         while time.perf_counter() - start_s < 0.5:
-            assert hasty.find(names) == are_right(hasty, names) == [False, False]
-            assert num_store_threads() <= 4
+            assert all_hang()
         return num_timed_out() == before
 
     names = names_of("hang", 2)
     keep_until_kept(hasty, names)
     stop(own_store.client)
+    await_that(all_hang)
     await_that(is_off_for_good)
-    assert num_store_threads() == 4
     assert num_timed_out() >= 4
     go_on(own_store.client)
     await_that(lambda: all(are_right(hasty, names)))

@@ -137,6 +137,7 @@ class World:
             queue=self.queue,
             threads=self.threads,  # pyright: ignore[reportArgumentType]
             on_kept=lambda kept: None,
+            clock=lambda: asyncio.get_running_loop().time(),
         )
         self.times = times = FetchTimes(BLOCK_SIZE)
         if rng.random() < 0.7:
@@ -157,6 +158,7 @@ class World:
         self.conversations = [[rng.randrange(VOCAB_SIZE) for _ in range(rng.randint(4, 17))] for _ in range(6)]
         self.right: dict[bytes, list[int]] = {}  # what a block of that name holds
         self.checked: set[bytes] = set()  # in whichever tier: what a tier has it never changes
+        self.not_written: set[bytes] = set()  # since some tier had it, or has lost it
         self.num_from_tiers = 0
 
     def _on_came(self, request_id: bytes, tokens: dict[str, int]) -> None:
@@ -164,6 +166,7 @@ class World:
 
     def _on_fetched(self, fetched: Any) -> None:
         self.writing.came_up(fetched.names)
+        self.not_written.update(fetched.names)
         self.threads.write_behind(lambda: self.stack.promote(fetched))
 
     # ---- moves
@@ -240,10 +243,16 @@ class World:
                 del tier.kept[name]
             else:
                 tier.broken.add(name)
+            self.not_written.add(name)
+
+    def switch(self) -> None:
+        """A tier off, or on again."""
+        tier = self.rng.choice(self.tiers)
+        tier.is_off = not tier.is_off
 
     async def move(self) -> None:
         moves = [(self.ask, 1.5), (self.cancel, 0.3), (self.launch, 6), (self.complete, 6), (self.run_a_thread, 10)]
-        moves += [(self.tick, 2), (self.lose, 0.2)]
+        moves += [(self.tick, 2), (self.lose, 0.2), (self.switch, 0.1)]
         names, weights = zip(*moves, strict=True)
         self.rng.choices(names, weights)[0]()
         await asyncio.sleep(self.rng.choice([0, 0, 0, 0.001, 0.01, 0.2]))
@@ -260,13 +269,24 @@ class World:
             assert self.pool.counts(partition).total == self.pool.blocks_per_partition
 
     async def finish(self) -> None:
+        for tier in self.tiers:
+            tier.is_off = False
         for _ in range(2000):
             self.tick()
             self.engine.launch()
             self.complete()
             self.run_a_thread()
-            await asyncio.sleep(0.01)
+            await asyncio.sleep(0.01 if self.queue else 0.1)
             self.check()
-            if self.live <= self.engine.ended and not (self.threads.pending or self.engine.in_flight or self.queue):
-                return
+            is_busy = self.threads.pending or self.engine.in_flight or self.queue or self.queue.num_aside
+            if self.live <= self.engine.ended and not is_busy:
+                return self.check_written()
         raise AssertionError("it never ends")
+
+    def check_written(self) -> None:
+        """Whatever tiers failed meanwhile, what the device has they have, but where the queue was full."""
+        if not self.queue.num_dropped:
+            for partition in range(self.num_partitions):
+                for tier in self.tiers:
+                    on_device = set(self.scheduler.cache.snapshot(partition))
+                    assert on_device <= tier.kept.keys() | self.not_written
