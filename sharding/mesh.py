@@ -1,6 +1,7 @@
 """Device meshes, and where an array lies on one: the tables of `rules` in jax's words."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -39,6 +40,18 @@ def partition_spec(mesh: Mesh, axes: Sequence[str | None], shape: Sequence[int],
 def sharding_of(mesh: Mesh, axes: Sequence[str | None], shape: Sequence[int], rules: Rules = PREFILL) -> NamedSharding:
     """Where a leaf with these logical axes lies. MeshError where a dimension does not divide."""
     return NamedSharding(mesh, partition_spec(mesh, axes, shape, rules))
+
+
+def placed(tree: Any, sharding: NamedSharding) -> Any:
+    """Arrays that every process has whole, on the devices; each process gives its own devices their parts."""
+    if not spans_processes(sharding.mesh):
+        return jax.device_put(tree, sharding)
+    return jax.jit(lambda whole: whole, out_shardings=jax.tree.map(lambda _: sharding, tree))(tree)
+
+
+def spans_processes(mesh: Mesh) -> bool:
+    """Whether some of its devices are another process's."""
+    return any(device.process_index != jax.process_index() for device in mesh.devices.flat)
 
 
 def replicated(mesh: Mesh) -> NamedSharding:

@@ -17,7 +17,15 @@ from moonshard.serving.commands.checks.folders import check_model_folder
 from moonshard.serving.commands.checks.ports import check_kv_ports_suffice, check_ports_are_free
 from moonshard.serving.commands.options import Configured, optional_argument
 from moonshard.serving.config.cluster_key import cluster_key
-from moonshard.serving.config.keys import Config, ConfigError, WorkerRole, command_of, roles_of, with_worker_at
+from moonshard.serving.config.keys import (
+    Config,
+    ConfigError,
+    WorkerRole,
+    command_of,
+    processes_of,
+    roles_of,
+    with_worker_at,
+)
 from moonshard.serving.config.loopback import LOOPBACK
 from moonshard.serving.config.reading import as_overrides, toml_value
 from moonshard.serving.config.tenants import load_tenants
@@ -120,6 +128,18 @@ class ChildCommands:
         """A worker on a free port of loopback, or on that of the process it replaces."""
         port = _port(previous["address"]) if previous else 0
         return _argv(command_of(role), with_worker_at(self.config, role, LOOPBACK, port))
+
+    def followers(self, worker: str, address: str) -> dict[str, Command]:
+        role = next(role for role in roles_of(self.config) if worker.startswith(f"{command_of(role)} "))
+        return {
+            f"{worker}.{index}": partial(self._follower, role, index, address)
+            for index in range(1, processes_of(self.config, role))
+        }
+
+    def _follower(self, role: WorkerRole, index: int, leader: str, previous: Mapping[str, object] | None) -> list[str]:
+        del previous  # it listens nowhere
+        here = with_worker_at(self.config, role, LOOPBACK, 0)
+        return [*_argv(command_of(role), here), "--member", str(index), "--leader", leader]
 
     def gateway(self, workers: Sequence[str], previous: Mapping[str, object] | None) -> list[str]:
         gateway = replace(self.config.gateway, workers=tuple(workers))

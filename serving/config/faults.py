@@ -34,6 +34,7 @@ def joint_faults(config: Config) -> list[str]:
     """All of them; empty for a configuration that can be served."""
     faults = [*_address_faults(config), *_size_faults(config), *_tls_faults(config.tls)]
     faults += [*_telemetry_faults(config.telemetry), *_speculation_faults(config), *_store_faults(config.kv)]
+    faults += _gang_faults(config)
     if config.mode == "disaggregated":
         faults += _handoff_faults(config)
     if _has_plane(config):
@@ -75,6 +76,30 @@ def _speculation_faults(config: Config) -> list[str]:
             for name, mesh in meshes.items()
             if mesh.pipe > 1
         ]
+    return faults
+
+
+def _gang_faults(config: Config) -> list[str]:
+    """Of workers that are several processes."""
+    faults = []
+    for name, own in (("prefill", config.prefill), ("decode", config.decode)):
+        num_devices = own.mesh.num_devices
+        if own.processes == 1 or (name == "prefill" and config.mode == "aggregated"):
+            continue
+        key = f"{name}.processes"
+        if num_devices % own.processes:
+            faults.append(f"{key}: {own.processes} do not divide the {num_devices} devices of {name}.mesh ({own.mesh})")
+        if config.mode == "disaggregated":
+            faults.append(f"{key}: a gang hands no KV over; use mode = \"aggregated\", or one process")
+        if own.mesh.pipe > 1:
+            faults.append(f"{key}: a gang has no stages; {name}.mesh.pipe is {own.mesh.pipe}")
+        if config.kv.store.enabled:
+            faults.append(f"{key}: a gang keeps no KV beyond its device's pages; see kv.store.enabled")
+        if not is_loopback(config.worker.host) and not (config.kv.network_fence or config.kv.allow_unauthenticated):
+            faults.append(
+                f"worker.host: {config.worker.host} opens the collectives of a gang, which nobody has to prove anything "
+                "to, to whoever reaches it; name the fence of that network in kv.network_fence"
+            )
     return faults
 
 
