@@ -15,9 +15,10 @@ import pytest
 from moonshard.serving import cli, entry
 from moonshard.serving.commands.checks.ports import check_kv_ports_suffice, check_ports_are_free
 from moonshard.serving.commands.options import API_KEY_VARIABLE, api_key_of
-from moonshard.serving.commands.serve import ChildCommands, limits_of
+from moonshard.serving.commands.serve import ChildCommands
 from moonshard.serving.config.keys import Config, ConfigError, embedded_model_path
 from moonshard.serving.config.reading import leaves, load_config, toml_value
+from moonshard.serving.deploy.limits import limits_of
 from moonshard.serving.deploy.startup import STARTUP_ERRORS, jax_environment, programs_folder, startup_message
 from moonshard.sharding.shape import MeshShape
 
