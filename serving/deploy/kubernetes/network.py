@@ -50,4 +50,5 @@ def _pods(deployment: Deployment, component: str) -> Manifest:
 
 
 def _port(first: int, last: int | None = None) -> Manifest:
-    return {"protocol": "TCP", "port": first} | ({} if last is None else {"endPort": last})
+    port: Manifest = {"protocol": "TCP", "port": first}
+    return port if last is None else {**port, "endPort": last}

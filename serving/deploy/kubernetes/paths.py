@@ -43,18 +43,11 @@ def volumes_of(deployment: Deployment, component: str) -> list[tuple[Volume, boo
 
 def pod_volumes(deployment: Deployment, component: str) -> tuple[list[Manifest], list[Manifest]]:
     """(volumes, mounts) of a pod for those."""
-    found = volumes_of(deployment, component)
-    volumes: list[Manifest] = [
-        {
-            "name": f"claim-{number}",
-            "persistentVolumeClaim": {"claimName": volume.claim} | ({"readOnly": True} if is_read else {}),
-        }
-        for number, (volume, is_read) in enumerate(found)
-    ]
-    mounts: list[Manifest] = [
-        {"name": f"claim-{number}", "mountPath": str(volume.path)} | ({"readOnly": True} if is_read else {})
-        for number, (volume, is_read) in enumerate(found)
-    ]
+    volumes, mounts = list[Manifest](), list[Manifest]()
+    for number, (volume, is_read) in enumerate(volumes_of(deployment, component)):
+        name = f"claim-{number}"
+        volumes.append({"name": name, "persistentVolumeClaim": {"claimName": volume.claim, "readOnly": is_read}})
+        mounts.append({"name": name, "mountPath": str(volume.path), "readOnly": is_read})
     return volumes, mounts
 
 
