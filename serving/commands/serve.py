@@ -1,4 +1,4 @@
-"""`moonshard serve`, and its parts that the demo uses too: the command lines of the children, the limits."""
+"""`moonshard serve`, and its parts that the demo uses too: the command lines of the children, the ready line."""
 
 import asyncio
 import os
@@ -29,7 +29,8 @@ from moonshard.serving.config.keys import (
 from moonshard.serving.config.loopback import LOOPBACK
 from moonshard.serving.config.reading import as_overrides, toml_value
 from moonshard.serving.config.tenants import load_tenants
-from moonshard.serving.deploy.supervisor import Command, RestartLimits, supervise
+from moonshard.serving.deploy.limits import limits_of
+from moonshard.serving.deploy.supervisor import Command, supervise
 from moonshard.serving.deploy.timings import Timings
 from moonshard.serving.deploy.unblocked_output import unblocked_output
 from moonshard.serving.entry import ended_by_interrupt
@@ -97,12 +98,6 @@ def _as_overrides(model: Path | None, port: int | None, host: str | None, mode: 
 def ready_line(config: Config, listening: Mapping[str, object], elapsed_s: float) -> str:
     urls = f"{listening['http']}/v1  grpc {listening['grpc']}"
     return f"moonshard ready in {elapsed_s:.1f} s: {urls}  model {config.model.name}"
-
-
-def limits_of(config: Config) -> RestartLimits:
-    """Patience with a drain: the gateway's own, some seconds for the workers, then SIGKILL."""
-    drain_s = config.gateway.drain_timeout_s
-    return RestartLimits(gateway_drain_s=drain_s + 4, drain_s=drain_s + 7)
 
 
 class ChildCommands:

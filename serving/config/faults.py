@@ -1,7 +1,7 @@
 """Values that are valid alone and do not fit together, each fault with the key to change.
 
-Bounds of single values are in `keys`. What only a loaded model can tell (a slab smaller than one block, a context
-beyond the pool) is found by whoever loads it.
+Bounds of single values are in `keys`, what is missing on disk is found in `reading`. What only a loaded model can tell
+(a slab smaller than one block, a context beyond the pool) is found by whoever loads it.
 """
 
 import re
@@ -65,8 +65,6 @@ def _speculation_faults(config: Config) -> list[str]:
         faults.append("speculation.path: only eagle3 has a folder of its own; see speculation.method")
     if "eagle3" in methods and path is None and config.model.path != embedded_model_path():
         faults.append("speculation.path: eagle3 needs the folder of a draft for this model")
-    if path is not None and not path.is_dir():
-        faults.append(f"speculation.path: {path} is not a folder")
     meshes = {"decode": config.decode.mesh}
     if config.mode == "disaggregated":
         meshes["prefill"] = config.prefill.mesh
