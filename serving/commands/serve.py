@@ -125,7 +125,8 @@ class ChildCommands:
         return _argv(command_of(role), with_worker_at(self.config, role, LOOPBACK, port))
 
     def followers(self, worker: str, address: str) -> dict[str, Command]:
-        role = next(role for role in roles_of(self.config) if worker.startswith(f"{command_of(role)} "))
+        roles: dict[str, WorkerRole] = {command_of(role): role for role in roles_of(self.config)}
+        role = roles[worker.partition(" ")[0]]
         return {
             f"{worker}.{index}": partial(self._follower, role, index, address)
             for index in range(1, processes_of(self.config, role))

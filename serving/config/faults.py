@@ -88,15 +88,15 @@ def _gang_faults(config: Config) -> list[str]:
         if num_devices % own.processes:
             faults.append(f"{key}: {own.processes} do not divide the {num_devices} devices of {name}.mesh ({own.mesh})")
         if config.mode == "disaggregated":
-            faults.append(f"{key}: a gang hands no KV over; use mode = \"aggregated\", or one process")
+            faults.append(f'{key}: a gang hands no KV over; use mode = "aggregated", or one process')
         if own.mesh.pipe > 1:
             faults.append(f"{key}: a gang has no stages; {name}.mesh.pipe is {own.mesh.pipe}")
         if config.kv.store.enabled:
             faults.append(f"{key}: a gang keeps no KV beyond its device's pages; see kv.store.enabled")
         if not is_loopback(config.worker.host) and not (config.kv.network_fence or config.kv.allow_unauthenticated):
             faults.append(
-                f"worker.host: {config.worker.host} opens the collectives of a gang, which nobody has to prove anything "
-                "to, to whoever reaches it; name the fence of that network in kv.network_fence"
+                f"worker.host: {config.worker.host} opens the collectives of a gang, to which nobody has to prove "
+                "anything, to whoever reaches it; name the fence of that network in kv.network_fence"
             )
     return faults
 

@@ -248,7 +248,7 @@ class ChildRole:
         self._failure: Fault | None = None  # what the current process said before it ended
         self._ready_at_s: float | None = None  # when the current process was, by the loop's clock
         self._was_given_up = False  # the current process, for another's sake
-        self.on_ended: Callable[[], None] = lambda: None  # a process has ended by itself, and may be followed by another
+        self.on_ended: Callable[[], None] = lambda: None  # a process has ended by itself
         self.task = asyncio.create_task(self._run(), name=name)
 
     def retire(self) -> None:

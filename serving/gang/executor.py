@@ -20,7 +20,7 @@ class GangExecutor:
         self._chain = StepChain()
 
     def launch(self, step: Step) -> Launched:
-        """As `Programs.launch`, but that what masks wait for is waited for before the forward pass: they are told too."""
+        """As `Programs.launch`, but what masks wait for is waited for before the forward pass: they are told, too."""
         if step.allowed is not None:
             step = replace(step, allowed=KnownMasks(step.allowed()))
         message = step_message(step)

@@ -9,6 +9,7 @@ import logging
 import os
 import signal
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import grpc
 
@@ -24,6 +25,9 @@ from moonshard.serving.deploy.status_pipe import Status
 from moonshard.serving.gang.members import GangFault, Member, end_at_once, made_of, meet
 from moonshard.serving.gang.watch import LOOKS_PER_TIMEOUT, Watched
 
+if TYPE_CHECKING:  # what needs jax is imported once all members are there
+    from moonshard.serving.gang.following import Serve
+
 METHOD = f"/{link_pb2.DESCRIPTOR.services_by_name['Gang'].full_name}/Follow"
 RETRY_S = 0.1  # while the leader is not there
 CHANNEL_OPTIONS = (
@@ -37,9 +41,7 @@ logger = logging.getLogger(__name__)
 Stream = grpc.aio.StreamStreamCall
 
 
-async def run_follower(
-    config: Config, role: WorkerRole, member: Member, *, status: Status, start: ProcessStart
-) -> int:
+async def run_follower(config: Config, role: WorkerRole, member: Member, *, status: Status, start: ProcessStart) -> int:
     """Never returns: the process ends with the gang. A start-up error is told to the leader, and raised."""
     loop, is_in = asyncio.get_running_loop(), False
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -141,7 +143,8 @@ class Following:
         outbox: asyncio.Queue[link_pb2.FollowerMessage] = asyncio.Queue()
         writing = asyncio.create_task(_write_all(self.call, outbox))
         steps: asyncio.Queue[link_pb2.GangStep] = asyncio.Queue()
-        reading = asyncio.create_task(_read_all(self.call, leader, steps))
+        begun = asyncio.Event()
+        reading = asyncio.create_task(_read_all(self.call, leader, begun, steps))
         loading = asyncio.create_task(self._load(coordinator))
         await asyncio.wait({loading, reading}, return_when=asyncio.FIRST_COMPLETED)
         if reading.done():
@@ -150,19 +153,19 @@ class Following:
         outbox.put_nowait(link_pb2.FollowerMessage(ready=link_pb2.FollowerReady()))
         self.status("ready", {})
         timeout_s = self.config.worker.gang_timeout_s
-        watching = asyncio.create_task(_watch(leader, outbox, timeout_s))
+        watching = asyncio.create_task(_watch(leader, begun, outbox, timeout_s))
         running = asyncio.create_task(serve(steps, outbox))
         done, _ = await asyncio.wait({reading, watching, running, writing}, return_when=asyncio.FIRST_COMPLETED)
         for task in done:
             task.result()
 
-    async def _load(self, coordinator: str):
+    async def _load(self, coordinator: str) -> "Serve":
         loop = asyncio.get_running_loop()
 
         def progress(message: str) -> None:
             loop.call_soon_threadsafe(self.status, "progress", {"message": message})
 
-        def on_thread():
+        def on_thread() -> "Serve":
             with self.start.timings.phase("jax"):
                 from moonshard.serving.gang.following import load
             meet(coordinator, self.member, timeout_s=self.config.worker.gang_join_timeout_s)
@@ -176,22 +179,30 @@ async def _write_all(call: Stream, outbox: asyncio.Queue[link_pb2.FollowerMessag
         await call.write(await outbox.get())
 
 
-async def _read_all(call: Stream, leader: Watched, steps: asyncio.Queue[link_pb2.GangStep]) -> None:
+async def _read_all(
+    call: Stream, leader: Watched, begun: asyncio.Event, steps: asyncio.Queue[link_pb2.GangStep]
+) -> None:
     while True:
         message = await _read(call)
         leader.heard()
         match message.WhichOneof("message"):
             case "step":
                 steps.put_nowait(message.step)
+            case "beat":
+                begun.set()
             case "end":
                 end_at_once(0)
             case _:
                 pass
 
 
-async def _watch(leader: Watched, outbox: asyncio.Queue[link_pb2.FollowerMessage], timeout_s: float) -> None:
+async def _watch(
+    leader: Watched, begun: asyncio.Event, outbox: asyncio.Queue[link_pb2.FollowerMessage], timeout_s: float
+) -> None:
+    """Beats from now on; and from the leader's first beat on, which comes once all have loaded, expects its beats."""
     while True:
         outbox.put_nowait(link_pb2.FollowerMessage(beat=link_pb2.FollowerBeat()))
         await asyncio.sleep(timeout_s / LOOKS_PER_TIMEOUT)
-        if (fault := leader.look(timeout_s)) is not None:
+        fault = leader.look(timeout_s) if begun.is_set() else None
+        if fault is not None:
             raise GangFault(fault)

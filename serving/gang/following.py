@@ -1,9 +1,11 @@
 """What a follower runs: its part of the model, on a device thread, step by step as it is told. Needs jax."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
+from typing import Any
 
+import jax
 import numpy as np
 
 from moonshard.rpc import link_pb2
@@ -13,11 +15,10 @@ from moonshard.serving.engine.compiled.store import ProgramStore
 from moonshard.serving.engine.device import DeviceThread, StepDone
 from moonshard.serving.engine.loading.model import LoadedModel, Progress, load_model
 from moonshard.serving.engine.programs import Drawn, Launched, Programs
+from moonshard.serving.engine.steps import Step
 from moonshard.serving.gang.steps import StepChain, digest_of, step_from
 
-Serve = Callable[
-    [asyncio.Queue[link_pb2.GangStep], asyncio.Queue[link_pb2.FollowerMessage]], Awaitable[None]
-]
+Serve = Callable[[asyncio.Queue[link_pb2.GangStep], asyncio.Queue[link_pb2.FollowerMessage]], Coroutine[Any, Any, None]]
 
 
 def load(config: Config, role: WorkerRole, progress: Progress, start: ProcessStart) -> Serve:
@@ -33,15 +34,13 @@ class _FollowedPrograms:
 
     programs: Programs
 
-    def launch(self, step):
+    def launch(self, step: Step) -> Launched:
         return self.programs.launch(step)
 
     def fetch(self, launched: Launched) -> Drawn | np.ndarray | None:
         """What was drawn, as the devices gave it: whose row is whose only the leader knows."""
-        if launched.step.sampling is None:
-            self.programs.fetch(launched)
-            return None
-        return np.asarray(launched.results[0])
+        jax.block_until_ready((launched.results, launched.scores, launched.guesses))
+        return None if launched.step.sampling is None else np.asarray(launched.results[0])
 
 
 class Steps:
@@ -77,6 +76,6 @@ class Steps:
                 failed.result()
             device.submit(self._step(getting.result()))
 
-    def _step(self, message: link_pb2.GangStep):
+    def _step(self, message: link_pb2.GangStep) -> Step:
         self._chain.check(message)
         return step_from(message, num_partitions=self._num_partitions, num_words=self._num_words)

@@ -27,9 +27,11 @@ def member_of(config: Config, role: WorkerRole, index: int, leader: str | None) 
     num_members = processes_of(config, role)
     if not 0 <= index < num_members:
         key = "prefill" if role == "prefill" else "decode"
-        raise ConfigError([f"--member {index}: {key}.processes is {num_members}, so there are members 0 to {num_members - 1}"])
+        raise ConfigError([f"--member {index}: {key}.processes is {num_members}; the last member is {num_members - 1}"])
     if (leader is None) != (index == 0):
-        raise ConfigError([f"--leader: {'only the other members call' if leader else f'member {index} calls'} member 0"])
+        raise ConfigError(
+            ["--leader: member 0 has none" if leader else f"--leader: where member {index} finds member 0"]
+        )
     return Member(index, num_members, leader)
 
 

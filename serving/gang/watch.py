@@ -1,4 +1,4 @@
-"""Whether the other members of a gang still live and go on, as one member sees it: a state machine that is told the time.
+"""Whether the other members of a gang still live and go on, as one member sees it: a state machine.
 
 A member that beats may be stuck all the same: what hangs is a collective, on a thread of its own. So of followers the
 leader also asks whether they finish steps. Silence is counted in looks: a stall of this process is one look, and no

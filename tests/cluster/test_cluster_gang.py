@@ -1,4 +1,4 @@
-"""A worker of two processes says what one of one process says, and whatever becomes of a member, it comes back whole."""
+"""A worker of two processes says what the reference says, and whatever becomes of a member, it comes back whole."""
 
 import os
 import signal
@@ -69,6 +69,7 @@ def test_a_killed_follower_ends_the_gang_at_once_and_it_comes_back():
 def test_a_member_that_is_lost_under_load_costs_nobody_a_hang(which: str, how: int):
     with running(**GANG, **BOTH) as cluster:
         before = answers(cluster)
+        pid = 0
         for _ in range(3):
             pid = followers(cluster)[0] if which == "follower" else cluster.pid("worker")
             began_s = time.monotonic()
@@ -79,5 +80,3 @@ def test_a_member_that_is_lost_under_load_costs_nobody_a_hang(which: str, how: i
             assert answers(cluster) == before
             assert cluster.is_as_it_began()
         assert not psutil.pid_exists(pid)
-
-

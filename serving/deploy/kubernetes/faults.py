@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator
 
 from moonshard.serving.config.faults import has_mooncake, joint_faults
-from moonshard.serving.config.keys import Config, port_key, port_of, roles_of
+from moonshard.serving.config.keys import Config, port_key, port_of, processes_of, roles_of
 from moonshard.serving.deploy.kubernetes.configuration import EVERYWHERE, worker_config
 from moonshard.serving.deploy.kubernetes.deployment import GATEWAY, MAX_NAME, Deployment
 from moonshard.serving.deploy.kubernetes.paths import volumes_of, written_paths
@@ -25,7 +25,7 @@ def deployment_faults(deployment: Deployment, written: frozenset[str]) -> list[s
     """All of them. `written`: the keys that the user has set."""
     config = deployment.config
     faults = [*_name_faults(deployment), *_host_faults(config, written), *_port_faults(config)]
-    faults += [*_key_faults(config), *_store_faults(config), *_path_faults(deployment)]
+    faults += [*_key_faults(config), *_store_faults(config), *_path_faults(deployment), *_gang_faults(config)]
     joint = (fault for role in roles_of(config) for fault in joint_faults(worker_config(deployment, role)))
     ours = tuple(f"{key}:" for key in _FILLED_IN)  # what is wrong with those was wrong with what they are made of
     return faults + [fault for fault in dict.fromkeys(joint) if not fault.startswith(ours)]
@@ -78,6 +78,13 @@ def _store_faults(config: Config) -> Iterator[str]:
                 f"{key}: a worker and Mooncake Store's client share memory, which two pods cannot, and its master, if "
                 "not somebody else's, is one for a single machine; use kv.store.host_bytes and kv.store.ssd_path"
             )
+
+
+def _gang_faults(config: Config) -> Iterator[str]:
+    for role in roles_of(config):
+        if (number := processes_of(config, role)) > 1:
+            key = "prefill" if role == "prefill" else "decode"
+            yield f"{key}.processes: no manifests are written for workers of several processes, here {number}"
 
 
 def _path_faults(deployment: Deployment) -> Iterator[str]:

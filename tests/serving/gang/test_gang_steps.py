@@ -40,7 +40,8 @@ def steps(draw: st.DrawFn, num_partitions: int) -> Step:
 
 
 def as_told(step: Step) -> tuple[object, ...]:
-    arrays = (step.metadata, step.sampling, step.scoring, step.guessing, step.allowed and step.allowed())
+    allowed = None if step.allowed is None else step.allowed()
+    arrays = (step.metadata, step.sampling, step.scoring, step.guessing, allowed)
     shown = tuple(None if array is None else (array.dtype, array.tolist()) for array in arrays)
     return (step.number, step.kind, step.bucket, *shown, step.num_ahead, step.partition, step.num_blocks)
 

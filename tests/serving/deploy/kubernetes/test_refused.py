@@ -8,6 +8,7 @@ from moonshard.serving import cli
 from tests.serving.deploy.kubernetes.described import FILES, PLAIN, TLS, VOLUMES, faults_of
 
 MOONCAKE = PLAIN[:2]
+GANG = ["mode=aggregated", "decode.mesh.data=2", "decode.processes=2"]
 
 
 @pytest.mark.parametrize(
@@ -36,6 +37,7 @@ MOONCAKE = PLAIN[:2]
         ("kv.store.ssd_path", ["kv.store.enabled=true", "kv.store.ssd_path=/ssd"]),
         ("prefill.chunk_tokens", ["prefill.chunk_tokens=100"]),
         ("decode.max_slots", ["decode.max_slots=none"]),
+        ("decode.processes", [*GANG, "kv.network_fence=policies"]),
     ],
 )
 def test_what_no_pod_could_do_is_named_by_its_key(key: str, overrides: list[str]):
