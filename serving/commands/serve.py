@@ -4,6 +4,7 @@ import asyncio
 import os
 import sys
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -15,6 +16,7 @@ import tyro
 from moonshard.rpc.addresses import host_port
 from moonshard.serving.commands.checks.folders import check_model_folder
 from moonshard.serving.commands.checks.ports import check_kv_ports_suffice, check_ports_are_free
+from moonshard.serving.commands.checks.tiers import check_tiers_fit
 from moonshard.serving.commands.options import Configured, optional_argument
 from moonshard.serving.config.cluster_key import cluster_key
 from moonshard.serving.config.keys import (
@@ -68,6 +70,7 @@ def serve(
         commands = ChildCommands(config)
         check_kv_ports_suffice(config, num_workers=len(commands.workers), has_store=bool(commands.beside))
         check_ports_are_free(config)
+        check_tiers_fit(config, commands.roles)
         load_tenants(config.gateway.keys)  # so that a faulty file is known now, and not once the workers are ready
         cluster_key(config, os.environ)  # likewise
     reporter = TerminalReporter(has_timings=timings)
@@ -112,12 +115,19 @@ class ChildCommands:
         return {"store": lambda _: _argv("store", self.config)} if self._has_own_store else {}
 
     @property
+    def roles(self) -> list[WorkerRole]:
+        """Of each worker."""
+        replicas = {"prefill": self.config.prefill.replicas}
+        return [role for role in roles_of(self.config) for _ in range(replicas.get(role, self.config.decode.replicas))]
+
+    @property
     def workers(self) -> dict[str, Command]:
-        return {
-            f"{command_of(role)} {index}": partial(self.worker, role)
-            for role in roles_of(self.config)
-            for index in range(self.config.prefill.replicas if role == "prefill" else self.config.decode.replicas)
-        }
+        counts = Counter[WorkerRole]()
+        workers = dict[str, Command]()
+        for role in self.roles:
+            workers[f"{command_of(role)} {counts[role]}"] = partial(self.worker, role)
+            counts[role] += 1
+        return workers
 
     def worker(self, role: WorkerRole, previous: Mapping[str, object] | None) -> list[str]:
         """A worker on a free port of loopback, or on that of the process it replaces."""

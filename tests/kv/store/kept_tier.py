@@ -41,6 +41,9 @@ class KeptTier:
         self.find_may_go.wait()
         return [name in self.kept and not self.is_off for name in names]
 
+    def has(self, names: Sequence[BlockName]) -> Sequence[bool | None]:
+        return [None] * len(names) if self.is_off else self.find(names)
+
     def fetch(self, names: Sequence[BlockName], out: Bytes) -> list[bool]:
         self.is_fetching.set()
         self.fetch_may_go.wait()
