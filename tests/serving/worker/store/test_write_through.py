@@ -87,13 +87,14 @@ def test_while_a_tier_is_off_a_piece_at_a_time_is_tried_more_and_more_seldom():
         tier.is_off = True
         await compute(world, prompts(0, NUM_BLOCKS // 3))
         await pass_time(world, 1.0)
-        num_first = tier.num_writes
+        num_first, asked_of_other = tier.num_writes, world.tiers[0].num_asked_to_write
         await pass_time(world, AGAIN_S * (1 + 2 + 4) + 1.0)
         calls_per_piece = -(-PIECE_BLOCKS // 3)  # one for each chain
         assert num_first < tier.num_writes <= num_first + 3 * (calls_per_piece + 1)
         before = tier.num_writes
         await pass_time(world, 10 * MAX_AGAIN_S)
         assert before < tier.num_writes <= before + 11 * (calls_per_piece + 1)
+        assert world.tiers[0].num_asked_to_write == asked_of_other
 
     run(scenario())
 
@@ -210,7 +211,7 @@ def test_what_a_tier_lost_and_the_device_too_is_left_alone():
         await pass_time(world, 10.0)
         kept = set(world.tiers[1].kept)
         use(world, prompts(0, 1)[0])
-        await pass_time(world, 1.0)
+        await pass_time(world, 0.1)
         assert (world.queue.num_aside, set(world.tiers[1].kept)) == (0, kept)
 
     run(scenario())
