@@ -21,13 +21,13 @@ from moonshard.serving.commands.options import Configured, optional_argument
 from moonshard.serving.config.cluster_key import cluster_key
 from moonshard.serving.config.keys import (
     Config,
-    ConfigError,
     WorkerRole,
     command_of,
     processes_of,
     roles_of,
     with_worker_at,
 )
+from moonshard.serving.config.kv_ports import store_ports
 from moonshard.serving.config.loopback import LOOPBACK
 from moonshard.serving.config.reading import as_overrides, toml_value
 from moonshard.serving.config.tenants import load_tenants
@@ -68,7 +68,7 @@ def serve(
 
         config = replace(options, set=(*options.set, *_as_overrides(model, port, host, mode))).load()
         commands = ChildCommands(config)
-        check_kv_ports_suffice(config, num_workers=len(commands.workers), has_store=bool(commands.beside))
+        check_kv_ports_suffice(config, num_workers=len(commands.workers))
         check_ports_are_free(config)
         check_tiers_fit(config, commands.roles)
         load_tenants(config.gateway.keys)  # so that a faulty file is known now, and not once the workers are ready
@@ -161,11 +161,7 @@ def _argv(command: str, config: Config) -> list[str]:
 
 def _with_store_here(config: Config) -> Config:
     """Workers are told where they find the store before it is started, so that none of them has to wait for that."""
-    ports = config.kv.ports
-    try:
-        [port] = free_ports(1) if ports is None else free_ports(1, among=range(ports[0], ports[1] + 1))
-    except OSError as error:
-        raise ConfigError([f"kv.ports: {error}"]) from error
+    [port, *_] = store_ports(config) or free_ports(1)
     client = host_port(config.kv.host or LOOPBACK, port)
     return replace(config, kv=replace(config.kv, store=replace(config.kv.store, client=client)))
 

@@ -58,7 +58,7 @@ def start_worker(
     if note := kv_plane_note(config):
         logger.warning(note)
     code = run_process(lambda: _load(role, member), config, status_fd, start)
-    return end_process(code, at_once=member.num_members > 1)
+    return end_process(code, at_once=member.num_members > 1 or config.kv.store.is_shared)
 
 
 def _check_role(config: Config, role: WorkerRole) -> None:
