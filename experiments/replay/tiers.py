@@ -82,7 +82,7 @@ class _Names:
     def counters(self) -> TierCounters:
         return TierCounters(num_hits=self._num_read, num_kept=self._num_written, num_evicted=self._num_evicted)
 
-    def find(self, names: Sequence[BlockName]) -> list[bool]:
+    def find(self, names: Sequence[BlockName], *, is_waited_for: bool = True) -> list[bool]:
         self._policy.link(names)
         return [name in self._here for name in names]
 

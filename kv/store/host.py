@@ -53,7 +53,7 @@ class HostTier:
             bytes_held=num_held * self.block_bytes,
         )
 
-    def find(self, names: Sequence[BlockName]) -> list[bool]:
+    def find(self, names: Sequence[BlockName], *, is_waited_for: bool = True) -> list[bool]:
         with self._lock:
             self._policy.link(names)
             return [name in self._used for name in names]

@@ -69,12 +69,12 @@ class TierStack:
         return found
 
     def lacking(self, chains: Iterable[Sequence[BlockName]]) -> set[BlockName]:
-        """Those that some tier does not have."""
+        """Those that some tier does not have. For whoever writes, and nobody waits for."""
         return {
             name
             for chain in chains
             for tier in self._tiers
-            for name, is_here in zip(chain, tier.find(chain), strict=True)
+            for name, is_here in zip(chain, tier.find(chain, is_waited_for=False), strict=True)
             if not is_here
         }
 
@@ -101,7 +101,7 @@ class TierStack:
             for tier in self._tiers:
                 kept = tier.keep(names, blocks)
                 if parent is not None:
-                    tier.find((parent, *names))  # so that it knows what these are behind
+                    tier.find((parent, *names), is_waited_for=False)  # so that it knows what these are behind
                 found[tier.name] += [name for name, is_kept in zip(names, kept, strict=True) if is_kept]
         return found
 

@@ -51,11 +51,11 @@ class Tier(Protocol):
     @property
     def counters(self) -> TierCounters: ...
 
-    def find(self, names: Sequence[BlockName]) -> list[bool]:
+    def find(self, names: Sequence[BlockName], *, is_waited_for: bool = True) -> list[bool]:
         """Which of these blocks are here, as far as is known without reading them.
 
         `names` is one chain, each block behind the one before it: what is asked for together is kept together, and a
-        chain is lost from its end.
+        chain is lost from its end. Where nobody waits, what may hang is given the time that keeping has.
         """
         ...
 

@@ -148,7 +148,7 @@ class FileTier:
         self.flush()
         self.scrub(_SCRUBBED_BYTES)
 
-    def find(self, names: Sequence[BlockName]) -> list[bool]:
+    def find(self, names: Sequence[BlockName], *, is_waited_for: bool = True) -> list[bool]:
         with self._lock:
             if self._is_closed:
                 return [False] * len(names)

@@ -28,6 +28,7 @@ class KeptTier:
     is_fetching: threading.Event = field(default_factory=threading.Event)
     num_fetched: int = 0
     num_writes: int = 0
+    was_waited_for: bool | None = None  # the last answer of `find`
 
     def __post_init__(self):
         self.find_may_go.set()
@@ -37,7 +38,8 @@ class KeptTier:
     def counters(self) -> TierCounters:
         return TierCounters(num_hits=self.num_fetched, bytes_held=len(self.kept) * self.block_bytes)
 
-    def find(self, names: Sequence[BlockName]) -> list[bool]:
+    def find(self, names: Sequence[BlockName], *, is_waited_for: bool = True) -> list[bool]:
+        self.was_waited_for = is_waited_for
         self.find_may_go.wait()
         return [name in self.kept and not self.is_off for name in names]
 

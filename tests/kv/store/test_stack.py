@@ -11,6 +11,7 @@ from moonshard.kv.prefix import block_names
 from moonshard.kv.store.host import HostTier
 from moonshard.kv.store.stack import TierStack
 from moonshard.kv.store.tier import Tier
+from tests.kv.store.kept_tier import KeptTier
 
 BLOCK_BYTES, SIZE = 8, 4
 NAMES = block_names(b"root", range(6 * SIZE), SIZE)
@@ -75,3 +76,16 @@ def test_tiers_of_other_blocks_are_no_stack():
     other: Tier = HostTier(block_bytes=2 * BLOCK_BYTES, max_bytes=100)
     with pytest.raises(ValueError, match="one size"):
         TierStack([NamedHost("a"), other])
+
+
+def test_nobody_waits_for_what_is_looked_up_to_write():
+    tier = KeptTier(block_bytes=BLOCK_BYTES)
+    stack = TierStack([tier])
+    for look_up, was_waited_for in [
+        (lambda: stack.find(NAMES), True),
+        (lambda: stack.lacking([NAMES]), False),
+        (lambda: stack.find(NAMES), True),
+        (lambda: stack.keep([(NAMES[0], NAMES[1:], filled(NAMES[1:], "a"))]), False),
+    ]:
+        look_up()
+        assert tier.was_waited_for is was_waited_for
