@@ -29,6 +29,7 @@ class ClusterKey:
 
     proofs: bytes = field(repr=False)  # with which the ends of a call know each other
     salts: bytes = field(repr=False)  # for the names of tenants' blocks
+    seeds: bytes = field(repr=False)  # for the draws of requests that may be asked again
 
 
 def cluster_key(config: Config, environ: Mapping[str, str]) -> ClusterKey:
@@ -41,7 +42,7 @@ def cluster_key(config: Config, environ: Mapping[str, str]) -> ClusterKey:
 def key_of(path: Path) -> ClusterKey:
     """ConfigError as above."""
     key = load_key(path)
-    return ClusterKey(proofs=_derived(key, "proofs"), salts=_derived(key, "salts"))
+    return ClusterKey(proofs=_derived(key, "proofs"), salts=_derived(key, "salts"), seeds=_derived(key, "seeds"))
 
 
 def key_file_of(config: Config, environ: Mapping[str, str]) -> Path:

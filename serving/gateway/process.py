@@ -49,6 +49,7 @@ from moonshard.serving.gateway.openai.unknown import UnknownFields
 from moonshard.serving.gateway.pipeline.generation import DRAINING_RETRY_AFTER_S, Gateway
 from moonshard.serving.gateway.pipeline.handoffs import Handoffs
 from moonshard.serving.gateway.pipeline.model import ServedModel, load_served_model
+from moonshard.serving.gateway.pipeline.seeds import Seeds
 from moonshard.serving.gateway.records.accounts.ledger import Ledger
 from moonshard.serving.gateway.records.accounts.rates import TokenRates
 from moonshard.serving.gateway.records.metrics import GatewayMetrics
@@ -184,6 +185,7 @@ async def _serving(
         request_logs(config, metrics, ledger=ledger, rates=rates, recorder=recorder, export=export),
         rates,
         salts=Salts(key.salts),
+        seeds=Seeds(key.seeds),
         max_queued_requests=config.gateway.max_queued_requests,
         max_attempts=config.routing.max_attempts,
     )

@@ -126,7 +126,7 @@ def value_of(column: np.ndarray, parameter: Parameter) -> float:
 @each_parameter
 def test_what_a_client_asks_for_reaches_its_column_on_the_device(parameter: Parameter, surface: Surface):
     asked = surface.asks(**{parameter.name: ASKED[parameter.name]})
-    request = at_the_worker(engine_sampling(asked, GenerationDefaults()))
+    request = at_the_worker(engine_sampling(asked, GenerationDefaults(), 1))
     assert getattr(request.sampling, parameter.name) == ASKED[parameter.name] != parameter.default
     prefill, decode = map(on_the_device, steps_of(request))
     assert value_of(np.asarray(getattr(prefill, parameter.name))[0], parameter) == ASKED[parameter.name]
@@ -136,7 +136,7 @@ def test_what_a_client_asks_for_reaches_its_column_on_the_device(parameter: Para
 
 @each_parameter
 def test_what_nobody_asks_for_is_the_tables_default_and_costs_nothing_in_an_empty_row(parameter: Parameter):
-    unsaid = at_the_worker(engine_sampling(GRPC.asks(seed=0), GenerationDefaults()))
+    unsaid = at_the_worker(engine_sampling(GRPC.asks(seed=0), GenerationDefaults(), 1))
     assert getattr(unsaid.sampling, parameter.name) == parameter.default == getattr(Sampling(), parameter.name)
     prefill, _ = steps_of(unsaid)  # of whose two rows the second is nobody's
     assert value_of(np.asarray(getattr(on_the_device(prefill), parameter.name))[1], parameter) == parameter.neutral
@@ -160,7 +160,7 @@ def test_what_is_out_of_bounds_is_refused_in_the_words_of_the_surface(parameter:
 
 @each_parameter
 def test_a_worker_refuses_what_its_device_cannot_take(parameter: Parameter):
-    message = engine_sampling(GRPC.asks(seed=0), GenerationDefaults())
+    message = engine_sampling(GRPC.asks(seed=0), GenerationDefaults(), 1)
     low, high = parameter.engine_bounds.low, parameter.engine_bounds.high
     wrong = [float("nan"), float("inf"), low - 1, *([high + 1] if high < 1e9 else [])]
     if parameter.is_integer:
@@ -176,12 +176,12 @@ def test_a_client_may_ask_for_the_very_bounds(parameter: Parameter):
     low, high = parameter.bounds.low, parameter.bounds.high
     for value in [high, *([] if parameter.bounds.open_low else [low])]:
         asked = HTTP[0].asks(**{parameter.name: value})
-        at_the_worker(engine_sampling(asked, GenerationDefaults()))
+        at_the_worker(engine_sampling(asked, GenerationDefaults(), 1))
 
 
 def test_a_folders_default_is_what_a_client_does_not_ask_for():
     defaults = GenerationDefaults(temperature=3.0, top_k=-1, min_p=0.5)
-    sampling = at_the_worker(engine_sampling(HTTP[0].asks(min_p=0.25), defaults)).sampling
+    sampling = at_the_worker(engine_sampling(HTTP[0].asks(min_p=0.25), defaults, 1)).sampling
     assert (sampling.temperature, sampling.top_k, sampling.min_p, sampling.top_p) == (3.0, 0, 0.25, 1.0)
 
 

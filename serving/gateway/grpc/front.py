@@ -18,7 +18,7 @@ from moonshard.rpc import inference_pb2_grpc
 from moonshard.rpc.status import DeadlineExceeded, RequestError, abort
 from moonshard.serving.config.tenants import Tenants
 from moonshard.serving.control.sampling_parameters import PARAMETERS
-from moonshard.serving.gateway.caller import metadata_value, metadata_values, read_caller
+from moonshard.serving.gateway.caller import IDEMPOTENCY_METADATA, metadata_value, metadata_values, read_caller
 from moonshard.serving.gateway.forms import not_together
 from moonshard.serving.gateway.grpc.chats import calls_delta, chat_prompt, structured_outputs, tool_use
 from moonshard.serving.gateway.intake.bounds import TOKENIZED_CONTEXTS
@@ -76,7 +76,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
     async def _generate(
         self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext, *, received_ns: int
     ) -> None:
-        caller = read_caller(self._tenants, metadata_value(context))
+        caller = read_caller(self._tenants, metadata_value(context), idempotency=IDEMPOTENCY_METADATA)
         parent = self._gateway.parent_of(metadata_values(context))
         asked = await self._gateway.aside.run(request.ByteSize(), generation_request, request, received_ns=received_ns)
         del request

@@ -144,7 +144,9 @@ class HttpFront:
         meant = partial(requests.completion_requests, request_id=visible_id(request, "cmpl-"), received_ns=received_ns)
         body, several = await self._bodies.read(_COMPLETION, request, meant)
         caller, parent = self._caller(request, body), self._parent(request)
-        several = [replace(asked, caller=caller, parent=parent) for asked in several]
+        several = [
+            replace(asked, caller=caller.for_prompt(number), parent=parent) for number, asked in enumerate(several)
+        ]
         first, tokenizer = several[0], self._gateway.model.tokenizer
         envelope, is_streamed = self._envelope(first, body), bool(body.stream)
         prompts = Prompts(tokenizer, requests.asked_of_prompts(body, first, len(several)))

@@ -5,7 +5,6 @@ one error. Where it runs, and runs on when a worker is lost, is `attempts`'.
 """
 
 import asyncio
-import secrets
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
@@ -22,13 +21,14 @@ from moonshard.serving.control.dispatch.queue_bound import QueueBound, TooManyWa
 from moonshard.serving.control.request import BACKGROUND
 from moonshard.serving.control.routing.fleet import ModelLimits
 from moonshard.serving.control.routing.router import Affinity
-from moonshard.serving.control.sampling_parameters import PARAMETERS, SEED_BITS
+from moonshard.serving.control.sampling_parameters import PARAMETERS
 from moonshard.serving.gateway.aside import Aside
 from moonshard.serving.gateway.pipeline.attempts import Attempts, Sent
 from moonshard.serving.gateway.pipeline.choice import CallsMade, ChoiceStream, Opening, joined
 from moonshard.serving.gateway.pipeline.grammars import AnswerGrammars, grammar_of
 from moonshard.serving.gateway.pipeline.handoffs import Handoffs
 from moonshard.serving.gateway.pipeline.model import PromptLimit, ServedModel
+from moonshard.serving.gateway.pipeline.seeds import Seeds
 from moonshard.serving.gateway.records.accounts.rates import TokenRates
 from moonshard.serving.gateway.records.events import FirstDelivered, RequestTokenized, TokensArrived
 from moonshard.serving.gateway.records.log import RequestLog, RequestLogs
@@ -91,6 +91,7 @@ class Gateway:
         rates: TokenRates | None,
         *,
         salts: Salts,
+        seeds: Seeds,
         max_queued_requests: int,
         max_attempts: int,
     ) -> None:
@@ -103,6 +104,7 @@ class Gateway:
         self._logs = logs
         self._rates = rates
         self._salts = salts
+        self._seeds = seeds
         self._queue = QueueBound(max_queued_requests)
         self._attempts = Attempts(pool, handoffs, max_attempts=max_attempts, may_retry=lambda: not self.is_draining)
         self._idle = asyncio.Event()
@@ -259,7 +261,7 @@ class Gateway:
             prompt_tokens=prompt,
             prefix_root=root,
             block_names=b"".join(block_names(root, prompt, limits.block_size)),
-            sampling=engine_sampling(request, self.model.defaults),
+            sampling=engine_sampling(request, self.model.defaults, self._seeds.of(request.caller)),
             stop_token_ids=stop_tokens(
                 request, self.model.defaults, limits.vocab_size, call_end=self.model.call_end(request)
             ),
@@ -278,9 +280,11 @@ def _nothing() -> None:
     pass
 
 
-def engine_sampling(request: GenerationRequest, defaults: GenerationDefaults) -> link_pb2.EngineSampling:
+def engine_sampling(
+    request: GenerationRequest, defaults: GenerationDefaults, unsaid_seed: int
+) -> link_pb2.EngineSampling:
     """Every default filled in: the client's word, else the folder's, else what switches the feature off."""
-    said = {"seed": secrets.randbits(SEED_BITS), **request.sampling}
+    said = {"seed": unsaid_seed, **request.sampling}
     values: dict[str, Any] = {}
     for parameter in PARAMETERS:
         value = said.get(parameter.name, getattr(defaults, parameter.name, None))
