@@ -102,7 +102,8 @@ class ChildCommands:
 
     def __init__(self, config: Config):
         self._has_own_store = config.kv.store.is_shared and config.kv.store.client is None
-        self.config = _with_store_here(config) if self._has_own_store else config
+        config = _with_store_here(config) if self._has_own_store else config
+        self.config = _with_registry_here(config) if config.gateway.registry == "grpc" else config
 
     @property
     def beside(self) -> dict[str, Command]:
@@ -122,7 +123,8 @@ class ChildCommands:
         return _argv(command_of(role), with_worker_at(self.config, role, LOOPBACK, port))
 
     def gateway(self, workers: Sequence[str], previous: Mapping[str, object] | None) -> list[str]:
-        gateway = replace(self.config.gateway, workers=tuple(workers))
+        listed = () if self.config.gateway.registry == "grpc" else tuple(workers)
+        gateway = replace(self.config.gateway, workers=listed)
         if previous:
             gateway = replace(gateway, port=_port(previous["http"]), grpc_port=_port(previous["grpc"]))
         return _argv("gateway", replace(self.config, gateway=gateway))
@@ -142,6 +144,21 @@ def _with_store_here(config: Config) -> Config:
         raise ConfigError([f"kv.ports: {error}"]) from error
     client = host_port(config.kv.host or LOOPBACK, port)
     return replace(config, kv=replace(config.kv, store=replace(config.kv.store, client=client)))
+
+
+def _with_registry_here(config: Config) -> Config:
+    """Workers register with the gateway of `serve`, at a port that they know before it is started."""
+    gateway = config.gateway
+    try:
+        port = gateway.registry_port or free_ports(1)[0]
+    except OSError as error:
+        raise ConfigError([f"gateway.registry_port: {error}"]) from error
+    host = LOOPBACK if gateway.registry_host in ("0.0.0.0", "::") else gateway.registry_host
+    return replace(
+        config,
+        gateway=replace(gateway, registry_port=port),
+        worker=replace(config.worker, gateways=(host_port(host, port),)),
+    )
 
 
 def _port(address: object) -> int:

@@ -18,11 +18,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from moonshard.kv.listening import listening_ports
+from moonshard.rpc import link_pb2
 from moonshard.rpc.addresses import host_port
 from moonshard.rpc.server.server import BoundServer, build_server
 from moonshard.serving.config.cluster_key import cluster_key
 from moonshard.serving.config.keys import Config, WorkerRole, port_of
-from moonshard.serving.config.tls import server_tls
+from moonshard.serving.config.tls import link_credentials, server_tls
 from moonshard.serving.deploy.heap import importing, keep_for_life, share_one_arena
 from moonshard.serving.deploy.life import Life, stop_signals
 from moonshard.serving.deploy.startup import ProcessStart
@@ -33,6 +34,8 @@ from moonshard.serving.observe.rows.steps import NO_STEPS, RecordedSteps
 from moonshard.serving.observe.spans.export import exporting
 from moonshard.serving.transfer.transports import KvTransports
 from moonshard.serving.worker.link_service import SERVICE, LinkServicer
+from moonshard.serving.worker.registration.announcer import Credentials
+from moonshard.serving.worker.registration.registrar import Registrar, registered
 
 if TYPE_CHECKING:  # what needs jax is imported once the port is open
     from moonshard.serving.engine.loading.model import LoadedModel
@@ -88,7 +91,17 @@ async def _run(config: Config, role: WorkerRole, life: Life) -> int:
             ready.set_result(worker)
             openness = functools.partial(_openness, config, role, server.port)
             served = ServedWorker(worker, server, drain_timeout_s=life.drain_timeout_s, openness=openness)
-            return await life.live(served, name=address, recorder=recorder)
+            async with _registered(config, key, address, worker):
+                return await life.live(served, name=address, recorder=recorder)
+
+
+def _registered(
+    config: Config, key: bytes, address: str, worker: "Worker"
+) -> contextlib.AbstractAsyncContextManager[None]:
+    """The worker is ready: the gateways of `worker.gateways` know of it inside the block."""
+    announced = link_pb2.Announcement(address=address, welcome=worker.welcome())
+    credentials = Credentials(key=key, tls=link_credentials(config))
+    return registered(Registrar(config.worker.gateways, announced, credentials))
 
 
 @contextlib.asynccontextmanager

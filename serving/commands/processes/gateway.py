@@ -26,7 +26,11 @@ def _load() -> RunProcess:
         try:
             return await run_gateway(config, status=status, start=start)
         except PortInUse as error:
-            key = "gateway.grpc_port" if error.port == config.gateway.grpc_port else "gateway.port"
+            ports = {
+                "gateway.grpc_port": config.gateway.grpc_port,
+                "gateway.registry_port": config.gateway.registry_port,
+            }
+            key = next((key for key, port in ports.items() if port == error.port), "gateway.port")
             raise ConfigError([f"{key}: {error}"]) from error
 
     return run
