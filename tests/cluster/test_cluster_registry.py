@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from moonshard.rpc import link_pb2
-from tests.cluster.conftest import wait_until
+from tests.cluster.conftest import running, wait_until
 from tests.cluster.faults import Fleet
 from tests.cluster.registered import Registered, running_registered
 from tests.cluster.streams import Ask, Listeners, answer, assert_all_right, assert_right
@@ -93,10 +93,10 @@ def test_a_worker_that_comes_serves_within_a_second_and_one_that_goes_is_gone(tw
         assert wait_until(lambda name=name: two.is_linked(name), 30), two.logs()
     assert time.monotonic() - ready_s < SERVES_WITHIN_S + STEP_S
     fleet, address = two.seen_by("gateway 0"), worker.address
-    running = Listeners(fleet, asks(6, 300, seed=30))
-    assert wait_until(lambda: all(heard.tokens for heard in running.heard), 60)
+    under_way = Listeners(fleet, asks(6, 300, seed=30))
+    assert wait_until(lambda: all(heard.tokens for heard in under_way.heard), 60)
     assert two.end_worker("decode 9") == 0
-    assert_all_right(running.asked, running.wait())
+    assert_all_right(under_way.asked, under_way.wait())
     for name in two.gateways:
         assert wait_until(lambda name=name: two.is_linked(name), SERVES_WITHIN_S + STEP_S), two.logs()
         with two.seen_by(name).http() as http:
@@ -155,3 +155,10 @@ def test_a_request_asked_again_of_another_gateway_is_answered_with_the_same_toke
     assert tokens_asked_again(two, "other", over=over, gateway="gateway 1") != first
     unnamed = [tokens_asked_again(two, None, over=over, gateway=name) for name in two.gateways]
     assert unnamed[0] != unnamed[1]
+
+
+def test_workers_of_serve_register_with_its_gateway():
+    with running(**{"gateway.registry": "grpc", "gateway.registry_port": 0}) as cluster:
+        with cluster.client() as client:
+            assert len(client.generate(long_text(40, seed=1), max_tokens=8, ignore_eos=True).choices[0].token_ids) == 8
+        assert cluster.metric("moonshard_worker_up") == 2
