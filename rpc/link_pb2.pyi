@@ -719,3 +719,114 @@ class Inspection(_message.Message):
     partitions: _containers.RepeatedCompositeFieldContainer[PartitionState]
     load: WorkerLoad
     def __init__(self, epoch: _Optional[bytes] = ..., partitions: _Optional[_Iterable[_Union[PartitionState, _Mapping]]] = ..., load: _Optional[_Union[WorkerLoad, _Mapping]] = ...) -> None: ...
+
+class FollowerMessage(_message.Message):
+    __slots__ = ("hello", "ready", "done", "beat", "fault")
+    HELLO_FIELD_NUMBER: _ClassVar[int]
+    READY_FIELD_NUMBER: _ClassVar[int]
+    DONE_FIELD_NUMBER: _ClassVar[int]
+    BEAT_FIELD_NUMBER: _ClassVar[int]
+    FAULT_FIELD_NUMBER: _ClassVar[int]
+    hello: FollowerHello
+    ready: FollowerReady
+    done: FollowerDone
+    beat: FollowerBeat
+    fault: FollowerFault
+    def __init__(self, hello: _Optional[_Union[FollowerHello, _Mapping]] = ..., ready: _Optional[_Union[FollowerReady, _Mapping]] = ..., done: _Optional[_Union[FollowerDone, _Mapping]] = ..., beat: _Optional[_Union[FollowerBeat, _Mapping]] = ..., fault: _Optional[_Union[FollowerFault, _Mapping]] = ...) -> None: ...
+
+class FollowerHello(_message.Message):
+    __slots__ = ("protocol_version", "member", "made_of")
+    class MadeOfEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
+    PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
+    MEMBER_FIELD_NUMBER: _ClassVar[int]
+    MADE_OF_FIELD_NUMBER: _ClassVar[int]
+    protocol_version: int
+    member: int
+    made_of: _containers.ScalarMap[str, str]
+    def __init__(self, protocol_version: _Optional[int] = ..., member: _Optional[int] = ..., made_of: _Optional[_Mapping[str, str]] = ...) -> None: ...
+
+class FollowerReady(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class FollowerDone(_message.Message):
+    __slots__ = ("number", "drawn")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    DRAWN_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    drawn: bytes
+    def __init__(self, number: _Optional[int] = ..., drawn: _Optional[bytes] = ...) -> None: ...
+
+class FollowerBeat(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class FollowerFault(_message.Message):
+    __slots__ = ("message", "is_startup")
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    IS_STARTUP_FIELD_NUMBER: _ClassVar[int]
+    message: str
+    is_startup: bool
+    def __init__(self, message: _Optional[str] = ..., is_startup: _Optional[bool] = ...) -> None: ...
+
+class LeaderMessage(_message.Message):
+    __slots__ = ("welcome", "step", "beat", "end")
+    WELCOME_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    BEAT_FIELD_NUMBER: _ClassVar[int]
+    END_FIELD_NUMBER: _ClassVar[int]
+    welcome: GangWelcome
+    step: GangStep
+    beat: GangBeat
+    end: GangEnd
+    def __init__(self, welcome: _Optional[_Union[GangWelcome, _Mapping]] = ..., step: _Optional[_Union[GangStep, _Mapping]] = ..., beat: _Optional[_Union[GangBeat, _Mapping]] = ..., end: _Optional[_Union[GangEnd, _Mapping]] = ...) -> None: ...
+
+class GangWelcome(_message.Message):
+    __slots__ = ("coordinator",)
+    COORDINATOR_FIELD_NUMBER: _ClassVar[int]
+    coordinator: str
+    def __init__(self, coordinator: _Optional[str] = ...) -> None: ...
+
+class GangBeat(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class GangEnd(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class GangStep(_message.Message):
+    __slots__ = ("sequence", "digest", "number", "kind", "bucket", "metadata", "sampling", "scoring", "guessing", "allowed", "num_ahead", "partition", "num_blocks")
+    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    BUCKET_FIELD_NUMBER: _ClassVar[int]
+    METADATA_FIELD_NUMBER: _ClassVar[int]
+    SAMPLING_FIELD_NUMBER: _ClassVar[int]
+    SCORING_FIELD_NUMBER: _ClassVar[int]
+    GUESSING_FIELD_NUMBER: _ClassVar[int]
+    ALLOWED_FIELD_NUMBER: _ClassVar[int]
+    NUM_AHEAD_FIELD_NUMBER: _ClassVar[int]
+    PARTITION_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    sequence: int
+    digest: bytes
+    number: int
+    kind: str
+    bucket: int
+    metadata: bytes
+    sampling: bytes
+    scoring: bytes
+    guessing: bytes
+    allowed: bytes
+    num_ahead: int
+    partition: int
+    num_blocks: int
+    def __init__(self, sequence: _Optional[int] = ..., digest: _Optional[bytes] = ..., number: _Optional[int] = ..., kind: _Optional[str] = ..., bucket: _Optional[int] = ..., metadata: _Optional[bytes] = ..., sampling: _Optional[bytes] = ..., scoring: _Optional[bytes] = ..., guessing: _Optional[bytes] = ..., allowed: _Optional[bytes] = ..., num_ahead: _Optional[int] = ..., partition: _Optional[int] = ..., num_blocks: _Optional[int] = ...) -> None: ...

@@ -299,3 +299,81 @@ class KvStream:
             timeout,
             metadata,
             _registered_method=True)
+
+
+class GangStub:
+    """The members of a gang: a worker of several processes that have one mesh together. Followers call their leader.
+    """
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.Follow = channel.stream_stream(
+                '/moonshard.v1.Gang/Follow',
+                request_serializer=moonshard_dot_rpc_dot_link__pb2.FollowerMessage.SerializeToString,
+                response_deserializer=moonshard_dot_rpc_dot_link__pb2.LeaderMessage.FromString,
+                _registered_method=True)
+
+
+class GangServicer:
+    """The members of a gang: a worker of several processes that have one mesh together. Followers call their leader.
+    """
+
+    def Follow(self, request_iterator, context):
+        """The follower speaks first (FollowerHello). Once all are there the leader answers GangWelcome; whoever differs from it
+        is told FAILED_PRECONDITION, naming in what. The stream is as long as the gang's life: when it ends, so does the
+        follower, and the leader unless it has said so itself.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_GangServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'Follow': grpc.stream_stream_rpc_method_handler(
+                    servicer.Follow,
+                    request_deserializer=moonshard_dot_rpc_dot_link__pb2.FollowerMessage.FromString,
+                    response_serializer=moonshard_dot_rpc_dot_link__pb2.LeaderMessage.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'moonshard.v1.Gang', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('moonshard.v1.Gang', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class Gang:
+    """The members of a gang: a worker of several processes that have one mesh together. Followers call their leader.
+    """
+
+    @staticmethod
+    def Follow(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/moonshard.v1.Gang/Follow',
+            moonshard_dot_rpc_dot_link__pb2.FollowerMessage.SerializeToString,
+            moonshard_dot_rpc_dot_link__pb2.LeaderMessage.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)

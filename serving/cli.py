@@ -30,6 +30,8 @@ BUILT_IN = tuple(
         ("processes.gateway", "gateway"),
         ("processes.roles", "prefill", "decode", "worker"),
         ("processes.store", "store"),
+        ("kubernetes.manifests", "manifests"),
+        ("kubernetes.probe", "probe"),
         *((name, name) for name in ("keys", "chat", "score", "convert", "budget", "experts", "ledger", "trace")),
     )
     for name in names

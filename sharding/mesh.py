@@ -1,6 +1,7 @@
 """Device meshes, and where an array lies on one: the tables of `rules` in jax's words."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -15,12 +16,25 @@ def build_mesh(shape: MeshShape, stage: int = 0) -> Mesh:
     Raises:
         MeshError: all stages together ask for more devices than there are.
     """
-    devices = jax.devices()
+    devices = _devices(shape.num_devices)
     if shape.num_devices > len(devices):
         raise MeshError(f"mesh ({shape}) needs {shape.num_devices} devices, {devices[0].platform} has {len(devices)}")
     per_stage = shape.num_devices // shape.pipe
     own = devices[stage * per_stage : (stage + 1) * per_stage]
     return jax.make_mesh((shape.data, shape.expert, shape.tensor), MESH_AXES, devices=own, axis_types=_AUTO)
+
+
+def _devices(num_devices: int) -> list[Any]:
+    """All there are; of several processes each gives as many of its own."""
+    num_processes = jax.process_count()
+    if num_processes == 1:
+        return jax.devices()
+    of_each = -(-num_devices // num_processes)
+    return [device for index in range(num_processes) for device in _of_process(index)[:of_each]]
+
+
+def _of_process(index: int) -> list[Any]:
+    return [device for device in jax.devices() if device.process_index == index]
 
 
 BY_PARTITION = PartitionSpec(("data", "expert"))  # of what every KV partition has its own
@@ -39,6 +53,18 @@ def partition_spec(mesh: Mesh, axes: Sequence[str | None], shape: Sequence[int],
 def sharding_of(mesh: Mesh, axes: Sequence[str | None], shape: Sequence[int], rules: Rules = PREFILL) -> NamedSharding:
     """Where a leaf with these logical axes lies. MeshError where a dimension does not divide."""
     return NamedSharding(mesh, partition_spec(mesh, axes, shape, rules))
+
+
+def placed(tree: Any, sharding: NamedSharding) -> Any:
+    """Arrays that every process has whole, on the devices; each process gives its own devices their parts."""
+    if sharding.is_fully_addressable:
+        return jax.device_put(tree, sharding)
+    return jax.jit(lambda whole: whole, out_shardings=jax.tree.map(lambda _: sharding, tree))(tree)
+
+
+def spans_processes(mesh: Mesh) -> bool:
+    """Whether some of its devices are another process's."""
+    return any(device.process_index != jax.process_index() for device in mesh.devices.flat)
 
 
 def replicated(mesh: Mesh) -> NamedSharding:

@@ -2,6 +2,7 @@
 
 import shutil
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -32,12 +33,13 @@ class Authority:
         self.cert, self._key = folder / f"{name}.pem", folder / f"{name}.key"
         openssl("req", "-x509", *NEW_KEY, "-keyout", self._key, "-out", self.cert, "-subj", f"/CN={name}")
 
-    def issue(self, name: str, *, address: str = "127.0.0.1") -> TlsConfig:
-        """A certificate for that address, to be used with this authority's own."""
+    def issue(self, name: str, *, address: str = "127.0.0.1", names: Sequence[str] = ()) -> TlsConfig:
+        """A certificate for that address and those names of hosts, to be used with this authority's own."""
         cert, key, extensions = (self._folder / f"{name}.{end}" for end in ("pem", "key", "ext"))
         request = cert.with_suffix(".csr")
         openssl("req", *NEW_KEY, "-keyout", key, "-out", request, "-subj", f"/CN={name}")
-        extensions.write_text(f"subjectAltName=IP:{address}\n")
+        subjects = ",".join((f"IP:{address}", *(f"DNS:{host}" for host in names)))
+        extensions.write_text(f"subjectAltName={subjects}\n")
         signing = ("-CA", self.cert, "-CAkey", self._key, "-CAcreateserial", "-extfile", extensions)
         openssl("x509", "-req", "-in", request, *signing, "-out", cert)
         return TlsConfig(cert=cert, key=key, ca=self.cert)

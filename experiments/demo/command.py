@@ -16,9 +16,10 @@ from moonshard.experiments.demo.script import Script, ask_over_grpc, ask_over_ht
 from moonshard.experiments.demo.tables import Account, time_table
 from moonshard.rpc.client import AsyncClient
 from moonshard.rpc.status import RequestError
-from moonshard.serving.commands.serve import ChildCommands, limits_of, ready_line
+from moonshard.serving.commands.serve import ChildCommands, ready_line
 from moonshard.serving.commands.terminal_chat import TIMEOUT, ServerError, first_model, root_of
 from moonshard.serving.config.reading import load_config
+from moonshard.serving.deploy.limits import limits_of
 from moonshard.serving.deploy.supervisor import ChildFailed, Supervisor
 from moonshard.serving.deploy.terminal import TerminalReporter
 

@@ -165,7 +165,7 @@ class TieredWorker:
             if names[index] in self._cache.names
         ]
         self._queue.note(events, frozenset(came_up))
-        while (piece := self._queue.take(PIECE_BLOCKS)) is not None:
+        while (piece := self._queue.take(PIECE_BLOCKS, now_s=0.0)) is not None:  # no tier fails: none comes again
             piece = piece.only(self._stack.lacking([piece.names[chain] for chain in piece.chains()]))
             rows = np.empty((len(piece.names), 0), np.uint8)
             kept = self._stack.keep(

@@ -3,5 +3,5 @@ wrong.
 
 A command of an experiment belongs in `experiments`, which registers it as an entry point. What several commands check
 before they start is in `checks`, options that they share in `options`. `processes` has those that run one process of a
-deployment. Begin with `serve`.
+deployment, `kubernetes` those for a deployment in a cluster. Begin with `serve`.
 """

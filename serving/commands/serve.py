@@ -1,4 +1,4 @@
-"""`moonshard serve`, and its parts that the demo uses too: the command lines of the children, the limits."""
+"""`moonshard serve`, and its parts that the demo uses too: the command lines of the children, the ready line."""
 
 import asyncio
 import os
@@ -17,11 +17,20 @@ from moonshard.serving.commands.checks.folders import check_model_folder
 from moonshard.serving.commands.checks.ports import check_kv_ports_suffice, check_ports_are_free
 from moonshard.serving.commands.options import Configured, optional_argument
 from moonshard.serving.config.cluster_key import cluster_key
-from moonshard.serving.config.keys import Config, ConfigError, WorkerRole, command_of, roles_of, with_worker_at
+from moonshard.serving.config.keys import (
+    Config,
+    ConfigError,
+    WorkerRole,
+    command_of,
+    processes_of,
+    roles_of,
+    with_worker_at,
+)
 from moonshard.serving.config.loopback import LOOPBACK
 from moonshard.serving.config.reading import as_overrides, toml_value
 from moonshard.serving.config.tenants import load_tenants
-from moonshard.serving.deploy.supervisor import Command, RestartLimits, supervise
+from moonshard.serving.deploy.limits import limits_of
+from moonshard.serving.deploy.supervisor import Command, supervise
 from moonshard.serving.deploy.timings import Timings
 from moonshard.serving.deploy.unblocked_output import unblocked_output
 from moonshard.serving.entry import ended_by_interrupt
@@ -91,12 +100,6 @@ def ready_line(config: Config, listening: Mapping[str, object], elapsed_s: float
     return f"moonshard ready in {elapsed_s:.1f} s: {urls}  model {config.model.name}"
 
 
-def limits_of(config: Config) -> RestartLimits:
-    """Patience with a drain: the gateway's own, some seconds for the workers, then SIGKILL."""
-    drain_s = config.gateway.drain_timeout_s
-    return RestartLimits(gateway_drain_s=drain_s + 4, drain_s=drain_s + 7)
-
-
 class ChildCommands:
     """The command lines of the children. Each gets the whole configuration as `--set`, as a person could type it."""
 
@@ -121,6 +124,19 @@ class ChildCommands:
         """A worker on a free port of loopback, or on that of the process it replaces."""
         port = _port(previous["address"]) if previous else 0
         return _argv(command_of(role), with_worker_at(self.config, role, LOOPBACK, port))
+
+    def followers(self, worker: str, address: str) -> dict[str, Command]:
+        roles: dict[str, WorkerRole] = {command_of(role): role for role in roles_of(self.config)}
+        role = roles[worker.partition(" ")[0]]
+        return {
+            f"{worker}.{index}": partial(self._follower, role, index, address)
+            for index in range(1, processes_of(self.config, role))
+        }
+
+    def _follower(self, role: WorkerRole, index: int, leader: str, previous: Mapping[str, object] | None) -> list[str]:
+        del previous  # it listens nowhere
+        here = with_worker_at(self.config, role, LOOPBACK, 0)
+        return [*_argv(command_of(role), here), "--member", str(index), "--leader", leader]
 
     def gateway(self, workers: Sequence[str], previous: Mapping[str, object] | None) -> list[str]:
         listed = () if self.config.gateway.registry == "grpc" else tuple(workers)

@@ -1,7 +1,7 @@
 """Values that are valid alone and do not fit together, each fault with the key to change.
 
-Bounds of single values are in `keys`. What only a loaded model can tell (a slab smaller than one block, a context
-beyond the pool) is found by whoever loads it.
+Bounds of single values are in `keys`, what is missing on disk is found in `reading`. What only a loaded model can tell
+(a slab smaller than one block, a context beyond the pool) is found by whoever loads it.
 """
 
 import re
@@ -35,6 +35,7 @@ def joint_faults(config: Config) -> list[str]:
     """All of them; empty for a configuration that can be served."""
     faults = [*_address_faults(config), *_size_faults(config), *_tls_faults(config.tls)]
     faults += [*_telemetry_faults(config.telemetry), *_speculation_faults(config), *_store_faults(config.kv)]
+    faults += _gang_faults(config)
     if config.mode == "disaggregated":
         faults += _handoff_faults(config)
     if _has_plane(config):
@@ -65,8 +66,6 @@ def _speculation_faults(config: Config) -> list[str]:
         faults.append("speculation.path: only eagle3 has a folder of its own; see speculation.method")
     if "eagle3" in methods and path is None and config.model.path != embedded_model_path():
         faults.append("speculation.path: eagle3 needs the folder of a draft for this model")
-    if path is not None and not path.is_dir():
-        faults.append(f"speculation.path: {path} is not a folder")
     meshes = {"decode": config.decode.mesh}
     if config.mode == "disaggregated":
         meshes["prefill"] = config.prefill.mesh
@@ -76,6 +75,30 @@ def _speculation_faults(config: Config) -> list[str]:
             for name, mesh in meshes.items()
             if mesh.pipe > 1
         ]
+    return faults
+
+
+def _gang_faults(config: Config) -> list[str]:
+    """Of workers that are several processes."""
+    faults = []
+    for name, own in (("prefill", config.prefill), ("decode", config.decode)):
+        num_devices = own.mesh.num_devices
+        if own.processes == 1 or (name == "prefill" and config.mode == "aggregated"):
+            continue
+        key = f"{name}.processes"
+        if num_devices % own.processes:
+            faults.append(f"{key}: {own.processes} do not divide the {num_devices} devices of {name}.mesh ({own.mesh})")
+        if config.mode == "disaggregated":
+            faults.append(f'{key}: a gang hands no KV over; use mode = "aggregated", or one process')
+        if own.mesh.pipe > 1:
+            faults.append(f"{key}: a gang has no stages; {name}.mesh.pipe is {own.mesh.pipe}")
+        if config.kv.store.enabled:
+            faults.append(f"{key}: a gang keeps no KV beyond its device's pages; see kv.store.enabled")
+        if not is_loopback(config.worker.host) and not (config.kv.network_fence or config.kv.allow_unauthenticated):
+            faults.append(
+                f"worker.host: {config.worker.host} opens the collectives of a gang, to which nobody has to prove "
+                "anything, to whoever reaches it; name the fence of that network in kv.network_fence"
+            )
     return faults
 
 

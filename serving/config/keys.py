@@ -139,6 +139,8 @@ class WorkerConfig:
     # steps are made behind as they are asked for; what a first short request needs too; or all, so that no step that is
     # measured takes a larger one's
     prepare: Literal["needed", "first", "all"] = "needed"
+    gang_timeout_s: Seconds = 5.0  # a member of a gang that is silent, or makes no progress, for so long ends all of it
+    gang_join_timeout_s: Seconds = 300.0  # how long the members of a gang wait for each other at their start
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -146,6 +148,7 @@ class PrefillConfig:
     """Prefill workers. In aggregated mode `chunk_tokens` and `short_share` alone apply, to the workers of [decode]."""
 
     replicas: Replicas = 1  # how many workers `serve` starts
+    processes: Replicas = 1  # of each worker: a gang, which has its mesh together and divides its devices
     port: Port = 50071  # of one that is started by hand
     mesh: MeshShape = field(default_factory=MeshShape)
     rules: Rules = field(default_factory=Rules)  # over which axes of the mesh weights and KV are cut
@@ -162,6 +165,7 @@ class DecodeConfig:
     """Decode workers; in aggregated mode, all the workers there are."""
 
     replicas: Replicas = 1  # how many workers `serve` starts
+    processes: Replicas = 1  # of each worker: a gang, which has its mesh together and divides its devices
     port: Port = 50072  # of one that is started by hand; unused in aggregated mode, which has `worker.port`
     mesh: MeshShape = field(default_factory=MeshShape)
     rules: DecodeRules = field(default_factory=DecodeRules)
@@ -327,6 +331,11 @@ def draft_path_of(config: Config) -> Path | None:
 
 def mesh_of(config: Config, role: WorkerRole) -> MeshShape:
     return config.prefill.mesh if role == "prefill" else config.decode.mesh
+
+
+def processes_of(config: Config, role: WorkerRole) -> int:
+    """How many processes a worker of that role is."""
+    return config.prefill.processes if role == "prefill" else config.decode.processes
 
 
 def rules_of(config: Config, role: WorkerRole) -> Rules:

@@ -10,8 +10,8 @@ import json
 import os
 import tomllib
 import typing
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import fields, is_dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 
 import msgspec
@@ -25,15 +25,44 @@ UNSET = (AUTO, NONE)  # how a file spells None: TOML has no null
 Tree = dict[str, object]
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Written:
+    """A configuration, and which of its dotted keys were written rather than left at their default."""
+
+    config: Config
+    keys: frozenset[str]
+
+
 def load_config(path: Path | None, overrides: Sequence[str] = ()) -> Config:
     """Read `path` (None: all defaults), then apply `overrides`: `dotted.key=value`, with a TOML value or a bare string.
 
     A relative path in the file is relative to the file; in an override, to the working directory.
     ConfigError names every fault at once.
     """
-    tree = {} if path is None else _read(path)
+    tree = {} if path is None else _read(path, path_keys())
     faults = [fault for text in overrides if (fault := _override(tree, text))]
     return _checked(tree, faults)
+
+
+def load_config_for_others(path: Path | None, overrides: Sequence[str] = (), *, here: Collection[str]) -> Written:
+    """As `load_config`, for processes on other machines, to which it is yet to be fitted.
+
+    Of this machine are the paths that the keys `here` name; all others are of theirs, and must be absolute. Nothing is
+    looked for on disk, and which values do not fit together is not asked. ConfigError names every fault at once.
+    """
+    tree = {} if path is None else _read(path, here)
+    faults = [fault for text in overrides if (fault := _override(tree, text))]
+    written = dict(_written(tree))
+    faults += [
+        f"{key}: {written[key]} is relative; name it as the other machines have it"
+        for key in sorted(path_keys() - set(here))
+        if _is_relative(written.get(key))
+    ]
+    values = _walk(Config, tree, "", faults)
+    _complete_model(values, faults)
+    if faults:
+        raise ConfigError(faults)
+    return Written(config=_build(Config, values), keys=frozenset(written))
 
 
 def config_of(tree: Mapping[str, object]) -> Config:
@@ -76,16 +105,17 @@ def leaves(node: object, prefix: str = "") -> Iterator[tuple[str, object]]:
 def _checked(tree: Tree, faults: list[str]) -> Config:
     values = _walk(Config, tree, "", faults)
     _complete_model(values, faults)
-    faults += _unreadable(values.get("tls"))
+    faults += [*_missing_model(values.get("model")), *_unreadable(values.get("tls"))]
     if faults:
         raise ConfigError(faults)
     config = _build(Config, values)
-    if faults := joint_faults(config):
+    if faults := [*joint_faults(config), *_missing_draft(config)]:
         raise ConfigError(faults)
     return config
 
 
-def _read(path: Path) -> Tree:
+def _read(path: Path, here: Collection[str]) -> Tree:
+    """Relative paths of the keys `here` are made relative to the file's folder."""
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
@@ -96,18 +126,33 @@ def _read(path: Path) -> Tree:
         tree = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:  # its message names line and column
         raise ConfigError([f"--config {path}: {error}"]) from error
-    return _beside(path.parent, tree, Config)
-
-
-def _beside(folder: Path, tree: Tree, node: type) -> Tree:
-    """The tree with its relative paths made relative to the folder of the file it was read from."""
-    for name, hint in key_hints(node):
-        value = tree.get(name)
-        if isinstance(value, dict) and is_dataclass(hint):
-            _beside(folder, value, _class(hint))
-        elif _is_path(hint) and isinstance(value, str) and value not in ("", *UNSET):
-            tree[name] = str(folder / Path(value).expanduser())
+    _beside(path.parent, tree, here)
     return tree
+
+
+def _beside(folder: Path, tree: Tree, here: Collection[str], prefix: str = "") -> None:
+    for name, value in tree.items():
+        if isinstance(value, dict):
+            _beside(folder, value, here, f"{prefix}{name}.")
+        elif f"{prefix}{name}" in here and _names_a_path(value):
+            tree[name] = str(folder / Path(str(value)).expanduser())
+
+
+def _written(tree: Tree, prefix: str = "") -> Iterator[tuple[str, object]]:
+    """(dotted key, value) of all that a tree says, known or not."""
+    for name, value in tree.items():
+        if isinstance(value, dict):
+            yield from _written(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def _names_a_path(value: object) -> bool:
+    return isinstance(value, str) and value not in ("", *UNSET)
+
+
+def _is_relative(value: object) -> bool:
+    return _names_a_path(value) and not Path(str(value)).is_absolute()
 
 
 def _is_path(hint: object) -> bool:
@@ -265,10 +310,19 @@ def _complete_model(values: Tree, faults: list[str]) -> None:
         except ConfigError as error:
             faults.extend(error.faults)
         return
-    path = Path(model["path"])
-    model.setdefault("name", _name_of(path))
-    if not path.is_dir():
-        faults.append(f"model.path: {path} is not a folder (checkpoints are read from disk, never downloaded)")
+    model.setdefault("name", _name_of(Path(model["path"])))
+
+
+def _missing_model(model: object) -> list[str]:
+    path = model.get("path") if isinstance(model, dict) else None
+    if path is None or Path(path).is_dir():
+        return []
+    return [f"model.path: {path} is not a folder (checkpoints are read from disk, never downloaded)"]
+
+
+def _missing_draft(config: Config) -> list[str]:
+    path = config.speculation.path
+    return [] if path is None or path.is_dir() else [f"speculation.path: {path} is not a folder"]
 
 
 def _name_of(folder: Path) -> str:

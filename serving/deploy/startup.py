@@ -89,16 +89,17 @@ def _run(serve: Callable[[Status], int], status_fd: int | None) -> int:
         return STARTUP_EXIT_CODE
 
 
-def end_process(code: int) -> int:
-    """The exit code; where programs are still being prepared, the process ends with it at once.
+def end_process(code: int, *, at_once: bool = False) -> int:
+    """The exit code; `at_once`, or where programs are still being prepared, the process ends with it here.
 
-    All that matters is closed by then, and the interpreter would wait for XLA, for seconds and on a GPU for minutes.
+    All that matters is closed by then, and the interpreter would wait for XLA, for seconds and on a GPU for minutes; in
+    a gang for members that are gone.
     """
     preparing = [thread for thread in threading.enumerate() if thread.name.startswith(PREPARING)]
     ends_s = time.monotonic() + BEHIND_END_S
     for thread in preparing:
         thread.join(max(0.0, ends_s - time.monotonic()))
-    if any(thread.is_alive() for thread in preparing):
+    if at_once or any(thread.is_alive() for thread in preparing):
         logging.shutdown()
         sys.stdout.flush()
         sys.stderr.flush()
@@ -126,31 +127,34 @@ def startup_message(error: BaseException) -> str | None:
     return None
 
 
-def jax_environment(mesh: MeshShape, environ: Mapping[str, str]) -> dict[str, str]:
+def jax_environment(mesh: MeshShape, environ: Mapping[str, str], num_processes: int = 1) -> dict[str, str]:
     """The variables to add to `environ` before jax is imported: a device per place in the mesh, a compile cache.
+
+    `num_processes` have the mesh together, each as many of its devices.
 
     What the user has set stays. The devices are virtual and of the CPU; an accelerator's are what they are.
     """
     added = {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}  # a tiny model's programs are worth keeping too
     flags = environ.get("XLA_FLAGS", "")
-    if mesh.num_devices > 1 and "xla_force_host_platform_device_count" not in flags:
-        added["XLA_FLAGS"] = f"{flags} --xla_force_host_platform_device_count={mesh.num_devices}".strip()
+    num_devices = mesh.num_devices // num_processes
+    if num_devices > 1 and "xla_force_host_platform_device_count" not in flags:
+        added["XLA_FLAGS"] = f"{flags} --xla_force_host_platform_device_count={num_devices}".strip()
     added["JAX_COMPILATION_CACHE_DIR"] = str(_cache_folder(environ) / "jax")
     return {name: value for name, value in added.items() if name == "XLA_FLAGS" or name not in environ}
 
 
-def prepare_jax(mesh: MeshShape) -> None:
+def prepare_jax(mesh: MeshShape, num_processes: int = 1) -> None:
     """Set this process's environment for jax, which must not be imported yet."""
-    os.environ.update(jax_environment(mesh, os.environ))
+    os.environ.update(jax_environment(mesh, os.environ, num_processes))
 
 
-def prepare_worker(mesh: MeshShape) -> Path | None:
+def prepare_worker(mesh: MeshShape, num_processes: int = 1) -> Path | None:
     """As `prepare_jax`, for a worker. Returns the folder where its compiled programs are kept; None for nowhere.
 
     jax's own cache is not used: programs are kept whole, which is impossible for those that came out of that cache.
     """
     folder = programs_folder(os.environ)
-    prepare_jax(mesh)
+    prepare_jax(mesh, num_processes)
     os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"
     return folder
 

@@ -73,6 +73,10 @@ class Commands(Protocol):
         """The workers by name, in the order in which the gateway is told of them."""
         ...
 
+    def followers(self, worker: str, address: str) -> Mapping[str, Command]:
+        """The other processes of a worker that is a gang, by name, once it is known where the first one listens."""
+        ...
+
     def gateway(self, workers: Sequence[str], previous: Mapping[str, object] | None) -> list[str]: ...
 
 
@@ -121,6 +125,7 @@ class Supervisor:
         self._limits = limits
         self._beside: list[ChildRole] = []
         self._workers: list[ChildRole] = []
+        self._followers: list[ChildRole] = []
         self._gateway: ChildRole | None = None
 
     async def start(self, check: Callable[[], object] = lambda: None) -> Mapping[str, object]:
@@ -152,6 +157,8 @@ class Supervisor:
 
     async def _start_gateway(self) -> Mapping[str, object]:
         addresses = await self._unless_failed(_addresses(self._workers))
+        for worker, address in zip(self._workers, addresses, strict=True):
+            self._start_gang(worker, address)
         gateway = self._start_role("gateway", lambda previous: self._commands.gateway(addresses, previous))
         self._gateway = gateway
         await self._unless_failed(_all_ready(self._roles))
@@ -173,7 +180,7 @@ class Supervisor:
         if self._gateway:
             self._gateway.signal(signal.SIGTERM)
             await _wait_until(begun + limits.gateway_drain_s, [self._gateway])
-        for worker in self._workers:
+        for worker in (*self._workers, *self._followers):
             worker.signal(signal.SIGTERM)
         served = [role for role in self._roles if role not in self._beside]
         await self._end(served, begun + limits.drain_s, limits.drain_s)
@@ -198,7 +205,16 @@ class Supervisor:
 
     @property
     def _roles(self) -> list["ChildRole"]:
-        return [*self._beside, *self._workers, *([self._gateway] if self._gateway else [])]
+        return [*self._beside, *self._workers, *self._followers, *([self._gateway] if self._gateway else [])]
+
+    def _start_gang(self, leader: "ChildRole", address: str) -> None:
+        """The other processes of a worker. When one of them ends, none of the others is of use any more."""
+        commands = self._commands.followers(leader.name, address)
+        followers = [self._start_role(name, command) for name, command in commands.items()]
+        gang = [leader, *followers] if followers else []
+        for member in gang:
+            member.on_ended = partial(_end_others, gang, member)
+        self._followers += followers
 
     def _start_role(self, name: str, command: Command) -> "ChildRole":
         return ChildRole(name, command, self._reporter, self._limits)
@@ -231,11 +247,19 @@ class ChildRole:
         self._child: Child | None = None
         self._failure: Fault | None = None  # what the current process said before it ended
         self._ready_at_s: float | None = None  # when the current process was, by the loop's clock
+        self._was_given_up = False  # the current process, for another's sake
+        self.on_ended: Callable[[], None] = lambda: None  # a process has ended by itself
         self.task = asyncio.create_task(self._run(), name=name)
 
     def retire(self) -> None:
         """No process of this role is started again."""
         self._retired.set()
+
+    def give_up(self) -> None:
+        """Ends the current process, if there is one; the next is started as after a crash."""
+        if self._child and not self._retired.is_set():
+            self._was_given_up = True
+            self._child.signal(signal.SIGKILL)
 
     def signal(self, number: int) -> None:
         self._signal = number
@@ -249,6 +273,8 @@ class ChildRole:
             fault = await self._live()
             if self._retired.is_set():
                 return
+            if not self._was_given_up:
+                self.on_ended()
             if fault is None:
                 num_crashes = 0
                 await self._after_drain()
@@ -259,7 +285,7 @@ class ChildRole:
     async def _live(self) -> "Fault | None":
         """Run one process to its end: what was wrong with that, None for nothing."""
         previous = self.listening.result() if self.listening.done() else None
-        self._failure, self._ready_at_s = None, None
+        self._failure, self._ready_at_s, self._was_given_up = None, None, False
         try:
             self._child = await start_child(self._command(previous), on_event=self._on_event, on_line=self._on_line)
         except OSError as error:  # no process, memory or descriptor left: the others may give some back
@@ -387,6 +413,12 @@ def _ending(code: int) -> str:
     if code >= 0:
         return f"ended with exit code {code}"
     return f"was ended by {signal.Signals(-code).name if -code in set(signal.Signals) else f'signal {-code}'}"
+
+
+def _end_others(gang: Sequence[ChildRole], ended: ChildRole) -> None:
+    for member in gang:
+        if member is not ended:
+            member.give_up()
 
 
 async def _addresses(workers: Sequence[ChildRole]) -> list[str]:

@@ -13,6 +13,7 @@ import numpy as np
 
 from moonshard.serving.engine.compiled.blueprint import Blueprint
 from moonshard.serving.engine.steps import GUESS_AFTER, ProgramKey, StepKind
+from moonshard.sharding.mesh import placed
 
 _DRAWS = (StepKind.DRAW, StepKind.ACCEPT)
 _NOTE, _LOAD, _COPY = ((kind, 0) for kind in (StepKind.NOTE, StepKind.LOAD, StepKind.COPY))
@@ -118,4 +119,4 @@ class Stage:
 def _any_token(blueprint: Blueprint, kind: StepKind) -> jax.Array:
     """Masks that allow everything, where the draws find them whose rows are not masked."""
     shape = blueprint.any_token(kind)
-    return jax.device_put(np.full(shape.shape, np.iinfo(np.uint32).max, np.uint32), blueprint.by_partition)
+    return placed(np.full(shape.shape, np.iinfo(np.uint32).max, np.uint32), blueprint.by_partition)

@@ -5,14 +5,17 @@ programs and files are at hand.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from moonshard.kv.store.stack import TierStack
-from moonshard.serving.config.keys import Config, WorkerRole
+from moonshard.serving.config.keys import Config, WorkerRole, processes_of
 from moonshard.serving.deploy.startup import ProcessStart
 from moonshard.serving.engine.compiled.compilations import CompilationCounter
 from moonshard.serving.engine.compiled.store import ProgramStore
+from moonshard.serving.engine.device import Executor
 from moonshard.serving.engine.loading.model import LoadedModel, Progress, load_model
+from moonshard.serving.gang.executor import GangExecutor
+from moonshard.serving.gang.leader import Gang
 from moonshard.serving.observe.rows.steps import RecordedSteps
 from moonshard.serving.observe.spans.export import SpanExport
 from moonshard.serving.transfer.plane import KvPlane
@@ -29,12 +32,25 @@ class Loaded:
     plane: KvPlane | None
     tiers: TierStack | None
     compilations: CompilationCounter
+    executor: Executor | None = None  # what runs the model's steps; None: its programs, by themselves
+
+    def led_by(self, gang: Gang) -> "Loaded":
+        """The same, whose steps the followers of a gang run too."""
+        return replace(self, executor=GangExecutor(self.model.programs, gang))
 
     def worker(self, config: Config, role: WorkerRole, export: SpanExport | None, recorded: RecordedSteps) -> Worker:
         """The worker, not started; whatever is compiled from now on is a fault."""
         spans = WorkerSpans(export, role=role)
         made = Worker(
-            config, role, self.model, self.compilations, self.plane, self.tiers, spans=spans, recorded=recorded
+            config,
+            role,
+            self.model,
+            self.compilations,
+            self.plane,
+            self.tiers,
+            executor=self.executor,
+            spans=spans,
+            recorded=recorded,
         )
         self.compilations.mark_serving()
         return made
@@ -57,7 +73,7 @@ def load(
         progress,
         timings=start.timings,
         store=store,
-        prepares=config.worker.prepare,
+        prepares="all" if processes_of(config, role) > 1 else config.worker.prepare,
         on_thread_ahead=compilations.exempt_this_thread,
     )
     with start.timings.phase("kv plane"):

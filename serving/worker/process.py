@@ -22,16 +22,19 @@ from moonshard.rpc import link_pb2
 from moonshard.rpc.addresses import host_port
 from moonshard.rpc.server.server import BoundServer, build_server
 from moonshard.serving.config.cluster_key import cluster_key
-from moonshard.serving.config.keys import Config, WorkerRole, port_of
+from moonshard.serving.config.keys import Config, ConfigError, WorkerRole, port_of, processes_of
 from moonshard.serving.config.tls import link_credentials, server_tls
 from moonshard.serving.deploy.heap import importing, keep_for_life, share_one_arena
-from moonshard.serving.deploy.life import Life, stop_signals
-from moonshard.serving.deploy.startup import ProcessStart
+from moonshard.serving.deploy.life import FAILED_EXIT_CODE, Life, stop_signals
+from moonshard.serving.deploy.startup import STARTUP_EXIT_CODE, ProcessStart
 from moonshard.serving.deploy.status_pipe import Status
+from moonshard.serving.gang.leader import Gang
+from moonshard.serving.gang.members import GangFault, Member, end_at_once, made_of, meet
 from moonshard.serving.observe.rows.recorder import Recorder, recording
 from moonshard.serving.observe.rows.schema import STARTS, STEPS
 from moonshard.serving.observe.rows.steps import NO_STEPS, RecordedSteps
 from moonshard.serving.observe.spans.export import exporting
+from moonshard.serving.store.ports import free_ports
 from moonshard.serving.transfer.transports import KvTransports
 from moonshard.serving.worker.link_service import SERVICE, LinkServicer
 from moonshard.serving.worker.registration.announcer import Credentials
@@ -50,6 +53,9 @@ MAX_LINK_MESSAGE_BYTES = 16 << 20  # a million tokens of prompt and as many answ
 SWITCH_INTERVAL_S = 0.0002
 
 logger = logging.getLogger(__name__)
+
+
+Meeting = Callable[[], None]
 
 
 class _Stopped(Exception):
@@ -74,23 +80,36 @@ async def _run(config: Config, role: WorkerRole, life: Life) -> int:
     key = cluster_key(config, os.environ).proofs
     transports = KvTransports(config, key)
     ready: asyncio.Future[Worker] = asyncio.get_running_loop().create_future()
-    async with _listening(config, role, transports, key, ready) as server:
+    gang = None
+    if (num_members := processes_of(config, role)) > 1:
+        own = asyncio.create_task(asyncio.to_thread(made_of, config, role))
+        gang = Gang(num_members, own, timeout_s=config.worker.gang_timeout_s)
+    async with _listening(config, role, transports, key, ready, gang) as server:
         address = host_port(config.worker.host, server.port)
         life.status("listening", {"address": address})
         async with (
             exporting(config.telemetry, role=role, instance=address) as export,
             recording(config.trace, STEPS, STARTS) as recorder,  # written before anybody waits for a collector
         ):
-            loaded = await _load(config, role, lambda model: transports.open_plane(model, server.port), life)
+            meeting = None if gang is None else await _gathered(gang, config, life)
+            if life.stop.is_set():
+                return 0
+            ending = None if gang is None else asyncio.create_task(_end_with(gang, life))
+            loaded = await _load(config, role, lambda model: transports.open_plane(model, server.port), life, meeting)
             if loaded is None:
                 return 0
+            if gang is not None:
+                await gang.wait_ready(config.worker.gang_join_timeout_s)
+                loaded = loaded.led_by(gang)
+            if ending is not None:
+                ending.cancel()
             recorded = NO_STEPS if recorder is None else _recorded_steps(recorder, address)
             worker = loaded.worker(config, role, export, recorded)
             keep_for_life()
             worker.start()
             ready.set_result(worker)
             openness = functools.partial(_openness, config, role, server.port)
-            served = ServedWorker(worker, server, drain_timeout_s=life.drain_timeout_s, openness=openness)
+            served = ServedWorker(worker, server, drain_timeout_s=life.drain_timeout_s, openness=openness, gang=gang)
             async with _registered(config, key, address, worker):
                 return await life.live(served, name=address, recorder=recorder)
 
@@ -104,9 +123,42 @@ def _registered(
     return registered(Registrar(config.worker.gateways, announced, credentials))
 
 
+async def _end_with(gang: Gang, life: Life) -> None:
+    """While the model is loaded, on a thread that may wait for a member that is gone."""
+    await asyncio.wait({gang.failed})
+    error = gang.failed.exception()
+    message, code = str(error), STARTUP_EXIT_CODE if isinstance(error, ConfigError) else FAILED_EXIT_CODE
+    if code == STARTUP_EXIT_CODE:
+        life.status("failed", {"message": message, "exit_code": code})
+    end_at_once(code, message)
+
+
+async def _gathered(gang: Gang, config: Config, life: Life) -> "Meeting":
+    """How all members meet, once all are there; nothing where it was told to stop before."""
+    life.status("progress", {"message": f"waiting for {gang.num_members - 1} other members of the gang"})
+    gathering = asyncio.create_task(gang.gather(config.worker.gang_join_timeout_s))
+    stopping = asyncio.create_task(life.stop.wait())
+    await asyncio.wait({gathering, stopping}, return_when=asyncio.FIRST_COMPLETED)
+    stopping.cancel()
+    if not gathering.done():
+        gathering.cancel()
+        return lambda: None
+    gathering.result()
+    [port] = free_ports(1)
+    coordinator = host_port(config.worker.host, port)
+    gang.welcome(coordinator)
+    member = Member(0, gang.num_members)
+    return functools.partial(meet, coordinator, member, timeout_s=config.worker.gang_join_timeout_s)
+
+
 @contextlib.asynccontextmanager
 async def _listening(
-    config: Config, role: WorkerRole, transports: KvTransports, key: bytes, ready: "asyncio.Future[Worker]"
+    config: Config,
+    role: WorkerRole,
+    transports: KvTransports,
+    key: bytes,
+    ready: "asyncio.Future[Worker]",
+    gang: Gang | None,
 ) -> AsyncIterator[BoundServer]:
     """The port is open within the block; links wait there for `ready`."""
     server = build_server(
@@ -115,6 +167,7 @@ async def _listening(
         add_servicers=[
             LinkServicer(ready).add_to,
             transports.add_to,
+            *([] if gang is None else [gang.add_to]),
         ],
         service_names=[SERVICE.full_name],
         tls=server_tls(config),
@@ -137,10 +190,12 @@ class ServedWorker:
     server: BoundServer
     drain_timeout_s: float
     openness: Callable[[], Mapping[str, object]] = dict  # what stands open, told with `ready`
+    gang: Gang | None = None
 
     async def failure(self) -> BaseException:
-        await asyncio.wait({self.worker.engine.failed})
-        error = self.worker.engine.failed.exception()
+        failed = {self.worker.engine.failed} if self.gang is None else {self.worker.engine.failed, self.gang.failed}
+        done, _ = await asyncio.wait(failed, return_when=asyncio.FIRST_COMPLETED)
+        error = done.pop().exception()
         return error if error is not None else AssertionError("an engine that ended")
 
     async def set_serving(self, is_serving: bool) -> None:
@@ -170,8 +225,12 @@ class ServedWorker:
 
     async def close(self) -> None:
         await self.worker.close()
+        if self.gang is not None:
+            await self.gang.end()
 
     def fail(self, error: BaseException) -> None:
+        if isinstance(error, GangFault):
+            end_at_once(FAILED_EXIT_CODE, f"{error}; the gang ends")
         logger.error("the engine failed", exc_info=error)
         self.worker.fail()
 
@@ -189,9 +248,16 @@ def _recorded_steps(recorder: Recorder, address: str) -> RecordedSteps:
 
 
 async def _load(
-    config: Config, role: WorkerRole, open_plane: "Callable[[LoadedModel], KvPlane]", life: Life
+    config: Config,
+    role: WorkerRole,
+    open_plane: "Callable[[LoadedModel], KvPlane]",
+    life: Life,
+    meeting: "Meeting | None",
 ) -> "Loaded | None":
-    """Loads on a thread, so that signals and health checks are answered meanwhile; None if told to stop."""
+    """Loads on a thread, so that signals and health checks are answered meanwhile; None if told to stop.
+
+    `meeting`: how the members of a gang come together, before jax looks for devices.
+    """
     loop, start = asyncio.get_running_loop(), life.start
 
     def progress(message: str) -> None:
@@ -202,6 +268,8 @@ async def _load(
     def on_thread() -> "Loaded":
         with start.timings.phase("jax"), importing():
             from moonshard.serving.worker.loaded import load
+        if meeting is not None:
+            meeting()
         return load(config, role, open_plane, progress, start)
 
     try:

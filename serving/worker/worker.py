@@ -23,7 +23,7 @@ from moonshard.serving.control.drafting.fit import DraftFit
 from moonshard.serving.control.drafting.worth import Worth
 from moonshard.serving.control.plan import Plan, PrefillPlan
 from moonshard.serving.engine.compiled.compilations import CompilationCounter
-from moonshard.serving.engine.device import StepDone
+from moonshard.serving.engine.device import Executor, StepDone
 from moonshard.serving.engine.encoder import StepEncoder
 from moonshard.serving.engine.engine import Engine
 from moonshard.serving.engine.events import StepReport
@@ -54,6 +54,7 @@ class Worker:
     """What is behind the links: the engine, whose events it listens to, and the role.
 
     `plane` is the KV plane of a worker whose role has handoffs; None for `both`. `tiers`: below the device's pages.
+    `executor`: what runs the model's steps; None: its programs.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class Worker:
         plane: KvPlane | None,
         tiers: TierStack | None = None,
         *,
+        executor: Executor | None = None,
         spans: WorkerSpans,
         recorded: RecordedSteps = NO_STEPS,
     ):
@@ -93,7 +95,7 @@ class Worker:
         self._record = recorded.trace(epoch=self.epoch, role=role)
         self.engine = Engine(
             scheduler=self._scheduler,
-            executor=model.programs,
+            executor=executor or model.programs,
             encoder=StepEncoder(model.shapes, prepared.bucket_for),
             events=self,
             masks=masks,

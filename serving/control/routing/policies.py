@@ -110,8 +110,8 @@ def _are_overloaded(candidates: Candidates) -> np.ndarray:
 def _by_rendezvous(candidates: Candidates, weights: np.ndarray) -> int:
     """The row with the largest of the weights [n], of those that may have one more conversation.
 
-    Gateways count conversations each for itself, so at that bound they may disagree. Then the home that was chosen tells
-    all of them that it knows the prompt, where that is a block or more.
+    Gateways count conversations each for itself, so at that bound they may disagree. Then the home that was chosen
+    tells all of them that it knows the prompt, where that is a block or more.
 
     Source: consistent hashing with bounded loads (Mirrokni et al., arXiv 1608.01350).
     """

@@ -41,7 +41,7 @@ class Piece:
         return [slice(*ends) for ends in itertools.pairwise([*starts, len(self.names)])]
 
 
-LONG_SHARE = 0.25  # of what a queue may hold
+LONG_SHARE = 0.125  # of what a queue may hold
 AGAIN_S = 6.0  # after a failure: a tier that failed is left alone for somewhat less
 MAX_AGAIN_S = 60.0
 

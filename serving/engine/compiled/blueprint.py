@@ -29,7 +29,7 @@ from moonshard.serving.engine.compiled.stage_model import StageDraft, StageModel
 from moonshard.serving.engine.scoring import program
 from moonshard.serving.engine.steps import GUESS_AFTER, STEP_BEFORE, ProgramKey, StepKind, StepLayout, StepShapes
 from moonshard.sharding.arrays import Array, Float, Int
-from moonshard.sharding.mesh import BY_PARTITION
+from moonshard.sharding.mesh import BY_PARTITION, placed, spans_processes
 
 
 class DeviceState(NamedTuple):
@@ -53,6 +53,7 @@ class Blueprint:
             self.num_page_layers += part.draft.num_page_layers
         self.shards = BlockShards(part.mesh, part.shard, num_layers=self.num_page_layers, block_size=block_size)
         self.by_partition = NamedSharding(part.mesh, BY_PARTITION)
+        self._told = PartitionSpec() if spans_processes(part.mesh) else BY_PARTITION  # of what the host reads
         self._num_blocks = shapes.num_partitions * blocks_per_partition
         self._block_size = block_size
         self._dtype = dtype
@@ -72,13 +73,13 @@ class Blueprint:
         )
         last_token = logits = slots = None
         if part.is_first:
-            last_token = jax.device_put(np.zeros(num_slots, np.int32), self.by_partition)
+            last_token = placed(np.zeros(num_slots, np.int32), self.by_partition)
         if part.is_last:
             positions = self.shapes.num_partitions * self.shapes.q_len
             shape = (positions, self.shapes.slots_per_partition, vocab_size)
-            logits = jax.device_put(np.zeros(shape, np.float32), self.by_partition)
+            logits = placed(np.zeros(shape, np.float32), self.by_partition)
             empty = sampling.empty_slots(num_slots, vocab_size, MAX_LOGIT_BIAS, MAX_STOP_TOKENS)
-            slots = jax.device_put(empty, self.by_partition)
+            slots = placed(empty, self.by_partition)
         return DeviceState(pages=pages, last_token=last_token, logits=logits, slots=slots)
 
     def lower(self, key: ProgramKey) -> jax.stages.Lowered:
@@ -118,7 +119,7 @@ class Blueprint:
         features = self._stream(behind, bucket, draft.model.feature_size)
         positions = self.shapes.q_len if kind is StepKind.GUESS_VERIFY else 0
         columns = draws.DRAWN_COLUMNS * (positions or 1) + (1 if positions else 0)
-        drawn = state.last_token if kind is StepKind.GUESS_PREFILL else self._cut(self._num_rows, columns)
+        drawn = state.last_token if kind is StepKind.GUESS_PREFILL else self._draws(columns)
         return (draft.weights, state.pages, drawn, features, given, own)
 
     @property
@@ -152,6 +153,10 @@ class Blueprint:
     @property
     def _num_rows(self) -> int:
         return self.shapes.num_partitions * self.shapes.slots_per_partition
+
+    def _draws(self, columns: int) -> jax.ShapeDtypeStruct:
+        sharding = NamedSharding(self.part.mesh, self._told)
+        return jax.ShapeDtypeStruct((self._num_rows, columns), jnp.int32, sharding=sharding)
 
     def _cut(self, *shape: int, dtype: Any = jnp.int32) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=self.by_partition)
@@ -239,13 +244,15 @@ class Blueprint:
                 body, slots = functools.partial(drawn, layout, self._draw_tile), (state.slots, state.last_token)
                 given = (*slots, state.logits, packed, BY_PARTITION)
                 newest = None if self.part.is_first else BY_PARTITION
-                return self._jitted(body, given, (*slots, BY_PARTITION, newest), donated=(0, 1))
+                found, placed_as = (*slots, BY_PARTITION, newest), (*slots, self._told, newest)
+                return self._jitted(body, given, found, donated=(0, 1), placed_as=placed_as)
             case StepKind.PREFILL | StepKind.DECODE | StepKind.VERIFY:
                 return self._step_program(bodies.INPUTS[kind], layout)
             case StepKind.SCORE:
                 precision, tile = matmul_precision(self._dtype), self.shapes.score_tile(bucket)
                 body = functools.partial(program.score, self.part, layout, tile, precision)
-                return self._jitted(body, (self._weight_specs, packed, BY_PARTITION), BY_PARTITION)
+                given = (self._weight_specs, packed, BY_PARTITION)
+                return self._jitted(body, given, BY_PARTITION, placed_as=self._told)
             case StepKind.GUESS_PREFILL | StepKind.GUESS_DECODE | StepKind.GUESS_VERIFY:
                 return self._guess_program(kind, bucket)
 
@@ -257,7 +264,8 @@ class Blueprint:
         how = (self.part, layouts, self.shapes.num_ahead, matmul_precision(self._dtype))
         specs = jax.tree.map(lambda leaf: leaf.sharding.spec, self._draft.weights)
         given = (specs, self.shards.pages, *[BY_PARTITION] * 4)
-        return self._jitted(functools.partial(body, *how), given, (self.shards.pages, BY_PARTITION), donated=(1,))
+        made, found = functools.partial(body, *how), (self.shards.pages, BY_PARTITION)
+        return self._jitted(made, given, found, donated=(1,), placed_as=(self.shards.pages, self._told))
 
     def _step_program(self, read: bodies.StepInput, layout: StepLayout) -> Any:
         """The model's own: it reads tokens and writes pages, and on the last stage logits."""
@@ -285,17 +293,24 @@ class Blueprint:
         return self.part.mesh.devices.flat[0].platform == "cpu"
 
     def _jitted(
-        self, body: Callable[..., Any], in_specs: Any, out_specs: Any, donated: tuple[int, ...] = ()
+        self,
+        body: Callable[..., Any],
+        in_specs: Any,
+        out_specs: Any,
+        donated: tuple[int, ...] = (),
+        placed_as: Any = None,
     ) -> Callable[..., Any]:
-        """The function jitted over the mesh, with results placed exactly as `out_specs` spells it.
+        """The function jitted over the mesh, with results placed exactly as `placed_as`, by default `out_specs`, spells
+        it.
 
         jax may spell an equal sharding otherwise, and the spelling is part of the persistent cache's key: a program
         would then be another one depending on which program ran before it.
         """
         mesh = self.part.mesh
         over = jax.shard_map(body, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
-        placed = jax.tree.map(lambda spec: NamedSharding(mesh, spec), out_specs)
-        return jax.jit(over, donate_argnums=donated, out_shardings=placed)
+        specs = out_specs if placed_as is None else placed_as
+        shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
+        return jax.jit(over, donate_argnums=donated, out_shardings=shardings)
 
 
 def _placed(leaf: jax.ShapeDtypeStruct, sharding: NamedSharding) -> jax.ShapeDtypeStruct:

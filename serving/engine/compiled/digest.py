@@ -52,7 +52,8 @@ def _surroundings() -> tuple[object, ...]:
         if name.startswith(SETTINGS) and not name.startswith(HARMLESS)
     )
     device = jax.devices()[0]
-    runtime = (device.platform, device.device_kind, device.client.platform_version, len(jax.devices()))
+    devices = (len(jax.devices()), jax.process_index(), jax.process_count())
+    runtime = (device.platform, device.device_kind, device.client.platform_version, *devices)
     config = sorted((name, repr(value)) for name, value in jax.config.values.items() if name in _TRACING_SETTINGS)
     code = (source_digest(), library.made_of() if device.platform == "cpu" else ())
     return (*code, platform.python_version(), versions, settings, config, runtime, _instruction_set())

@@ -97,8 +97,13 @@ class FetchedFirst:
         """
         if (wait := self._held.get(request_id)) is not None and wait.link is link:
             return
-        if wait is not None or not self._missing(wanted) or self._threads.is_full:
+        if wait is not None or self._threads.is_full:
             begin({})
+            return
+        if not self._missing(wanted):
+            begin({})
+            if self._scheduler.num_blocks_due(wanted.partition):  # most likely it waits, too
+                self._put_off(request_id, link, wanted, {})
             return
         self._background.spawn(self._fetch_first(self._held.hold(request_id, link, wanted), begin))
 
@@ -160,7 +165,7 @@ class FetchedFirst:
             is_first = not self._scheduler.num_blocks_due(wanted.partition)
             taken = self._take(wanted, num_found, plan.num_blocks) if is_first else None
             if taken is None:
-                self._put_off(wait, kept)
+                self._put_off(wait.request_id, wait.link, wanted, kept)
                 return None
             fetched = await self._fetch_planned(wanted.names[num_found:], replace(plan, wait_s=left_s))
             return _Brought(num_found, taken, fetched)
@@ -258,7 +263,11 @@ class FetchedFirst:
         """
         asked = self._threads.look_up(self._stack.find, chain)
         if not await asked.within(FIND_WAIT_S):
-            self._background.spawn(self._find_late(chain, asked, self._put_off(wait, {})))
+            self._background.spawn(
+                self._find_late(
+                    chain, asked, self._put_off(wait.request_id, wait.link, wait.what, dict.fromkeys(chain))
+                )
+            )
             return ()
         self._on_found(chain, asked.future.result())
         return asked.future.result()
@@ -271,9 +280,16 @@ class FetchedFirst:
             self._on_found(chain, asked.future.result())
             tiers.update(zip(chain, asked.future.result(), strict=True))
 
-    def _put_off(self, wait: Wait[Wanted], tiers: dict[BlockName, str | None]) -> dict[BlockName, str | None]:
-        """It is asked about when it could be admitted, and by then more may be told of its tiers."""
-        self._later.hold(wait.request_id, wait.link, _Later(wait.what, tiers))
+    def _put_off(
+        self, request_id: bytes, link: Link, wanted: Wanted, tiers: dict[BlockName, str | None]
+    ) -> dict[BlockName, str | None]:
+        """It is asked about when it could be admitted, and by then more may be told of its tiers: of what the device
+        has now, too, and may have lost by then.
+        """
+        self._later.hold(request_id, link, _Later(wanted, tiers))
+        rest = [name for name in wanted.names if name not in tiers]
+        if rest and not self._threads.is_full:
+            self._background.spawn(self._find_late(rest, self._threads.look_up(self._stack.find, rest), tiers))
         return tiers
 
     def _tokens_ahead(self, partition: int) -> int:

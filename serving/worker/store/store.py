@@ -28,7 +28,7 @@ from moonshard.serving.worker.store.threads import TierThreads
 from moonshard.serving.worker.store.writing import WriteThrough
 from moonshard.sharding.layout import BlockShape
 
-MAX_QUEUED_BLOCKS = 4096  # names that wait to be written; blocks are lost sooner than that, where none is written
+MAX_QUEUED_BLOCKS = 4096  # names that wait to be written; fewer where the device has fewer pages, which are then reused
 MAX_CAME = 4096
 UPKEEP_S = 30.0
 CLOSE_S = 5.0
@@ -52,7 +52,8 @@ class WorkerStore:
         self._shape = (block.num_layers, block.block_size, block.num_features)
         self._dtype = jnp.dtype(block.dtype)
         self._threads = TierThreads()
-        self._queue = WriteQueue(MAX_QUEUED_BLOCKS, pool.num_partitions)
+        num_blocks = pool.num_partitions * pool.blocks_per_partition
+        self._queue = WriteQueue(min(num_blocks, MAX_QUEUED_BLOCKS), pool.num_partitions)
         self._came = OrderedDict[bytes, Mapping[str, int]]()  # tokens by tier, of requests without a first token
         self.message = link_pb2.KvStore()  # as of the last tick
         self._busy = BusyTime()

@@ -418,3 +418,29 @@ def test_configurations_are_immutable():
     config: Config = load_config(None)
     with pytest.raises(AttributeError):
         config.gateway.port = 1  # pyright: ignore[reportAttributeAccessIssue]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "fault"),
+    [
+        (
+            ["decode.mesh.tensor=2", "decode.processes=3"],
+            "decode.processes: 3 do not divide the 2 devices of decode.mesh",
+        ),
+        (["mode=disaggregated", "decode.mesh.tensor=2"], "decode.processes: a gang hands no KV over"),
+        (["decode.mesh.pipe=2"], "decode.processes: a gang has no stages; decode.mesh.pipe is 2"),
+        (["decode.mesh.data=2", "kv.store.enabled=true"], "decode.processes: a gang keeps no KV beyond"),
+        (["decode.mesh.data=2", "worker.host=10.0.0.1"], "worker.host: 10.0.0.1 opens the collectives of a gang"),
+    ],
+)
+def test_what_a_gang_cannot_do_is_refused_by_its_key(overrides: list[str], fault: str):
+    with pytest.raises(ConfigError) as raised:
+        load_config(None, ["mode=aggregated", "decode.processes=2", *overrides])
+    assert any(told.startswith(fault) for told in raised.value.faults)
+
+
+def test_a_gang_is_let_through_where_it_can_serve():
+    asked = ["mode=aggregated", "decode.processes=2", "decode.mesh.data=2", "prefill.processes=3"]
+    assert load_config(None, asked).decode.processes == 2  # [prefill] has no worker then
+    fenced = [*asked, "worker.host=10.0.0.1", "kv.network_fence=nft rules of the rack"]
+    assert load_config(None, fenced).worker.host == "10.0.0.1"

@@ -56,8 +56,13 @@ class Scripted:
     """Commands whose children obey scripts; each process of a role takes the role's next script, if it has one left."""
 
     def __init__(
-        self, workers: Sequence[Sequence[str]], gateway: Sequence[str] = ("lr",), beside: Sequence[str] | None = None
+        self,
+        workers: Sequence[Sequence[str]],
+        gateway: Sequence[str] = ("lr",),
+        beside: Sequence[str] | None = None,
+        followers: Sequence[Sequence[str]] = (),
     ):
+        self._followers = [list(scripts) for scripts in followers]
         self._beside = None if beside is None else list(beside)
         self._workers = [list(scripts) for scripts in workers]
         self._gateway = list(gateway)
@@ -75,6 +80,16 @@ class Scripted:
     def _worker(self, index: int, previous: Mapping[str, object] | None) -> list[str]:
         self.calls.append((f"worker {index}", previous and previous["address"]))
         return child(self._workers[index], f"worker-{index}", f"127.0.0.1:{7000 + index}")
+
+    def followers(self, worker: str, address: str) -> dict[str, Command]:
+        return {
+            f"{worker}.{index}": partial(self._follower, scripts, f"{worker}.{index}", address)
+            for index, scripts in enumerate(self._followers, 1)
+        }
+
+    def _follower(self, scripts: list[str], name: str, leader: str, previous: Mapping[str, object] | None) -> list[str]:
+        self.calls.append((name, leader))
+        return child(scripts, name, "")
 
     def gateway(self, workers: Sequence[str], previous: Mapping[str, object] | None) -> list[str]:
         self.calls.append(("gateway", list(workers)))
@@ -464,3 +479,36 @@ def test_a_child_whose_supervisor_is_gone_before_it_looks_ends_at_once(tmp_path:
     command = [sys.executable, "-c", SUPERVISED, str(writer)]
     assert subprocess.run(command, check=False, pass_fds=[writer], timeout=20, capture_output=True).returncode == 1
     os.close(writer)
+
+
+async def test_followers_start_once_it_is_known_where_their_leader_listens_and_all_must_be_ready():
+    commands = Scripted([["lr"]], followers=[["r"], ["r"]])
+    async with running(commands) as (supervisor, recorder):
+        await supervisor.start()
+        assert all((f"worker 0.{index}", "127.0.0.1:7000") in commands.calls for index in (1, 2))
+        assert ("worker 0.2", "ready") in recorder.news
+
+
+@pytest.mark.parametrize("which", ["leader", "follower"])
+async def test_when_one_process_of_a_gang_ends_all_of_them_are_started_again(which: str):
+    commands = Scripted([["lri", "lr"], ["lr"]], followers=[["ri", "r"], ["ri", "r"]])
+    async with running(commands) as (supervisor, recorder):
+        await supervisor.start()
+        roles = {role.name: role for role in supervisor._roles}
+        ended = roles["worker 0" if which == "leader" else "worker 0.2"]
+        assert ended._child is not None
+        os.kill(ended._child.pid, signal.SIGKILL)
+        for name in ("worker 0", "worker 0.1", "worker 0.2"):
+            await recorder.saw(name, "ready", times=2)
+        assert recorder.news.count(("worker 1", "ready")) == 1
+        assert recorder.news.count(("worker 1.1", "ready")) == 1
+        assert recorder.news.count(("worker 0.1", "ready")) == 2
+
+
+async def test_a_gang_ends_with_its_leader_when_all_is_stopped():
+    commands = Scripted([["lr"]], followers=[["r"]])
+    async with running(commands) as (supervisor, recorder):
+        await supervisor.start()
+        await supervisor.stop()
+        assert ("worker 0", "worker-0 told") in recorder.news
+        assert all(role.task.done() for role in supervisor._roles)

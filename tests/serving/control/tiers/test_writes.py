@@ -93,6 +93,7 @@ def test_what_failed_is_tried_again_after_a_while_and_the_rest_at_once_where_tha
     assert queue.take(2, AGAIN_S - 0.1) is None
     again = queue.take(2, AGAIN_S)
     assert again == Piece(partition=0, names=(named(1), named(2)), parents=(None, None), is_again=True)
+    assert again
     queue.wrote(again, (), AGAIN_S)
     assert queue.take(2, AGAIN_S) == Piece(partition=0, names=(named(3),), parents=(None,), is_again=True)
 

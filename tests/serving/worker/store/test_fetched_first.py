@@ -223,6 +223,40 @@ def test_what_tiers_tell_late_is_of_use_to_a_request_that_has_to_wait(world: Wor
     run_virtually(scenario())
 
 
+def lose_what_is_cached(world: World) -> None:
+    """Others use all the blocks that nobody holds."""
+    blocks = world.pool.allocate(0, world.pool.num_free(0))
+    assert blocks is not None
+    world.pool.release(0, blocks)
+
+
+@pytest.mark.parametrize("num_on_device", [2, 4])
+def test_what_the_device_loses_while_a_request_waits_is_fetched_with_the_rest(world: World, num_on_device: int):
+    async def scenario() -> None:
+        request = world.a_request(PROMPT)
+        in_tier(world, request)
+        compute(world, PROMPT[: num_on_device * BLOCK_SIZE + 1])
+        running = fill(world, num_tokens=15)
+        later = world.a_request([8] * 27)  # it waits for more room than there is, and the next one behind it
+        world.scheduler.add(later, 0.0, None, 0)
+        world.begin(request)
+        await asyncio.sleep(0)
+        while world.threads.pending:
+            world.threads.run(0)
+            await asyncio.sleep(0.01)
+        assert world.fetching.num_waiting == 0
+        assert world.num_from_tiers == 0
+        world.scheduler.cancel(later.id)
+        world.live.remove(later.id)
+        lose_what_is_cached(world)
+        await until_its_turn(world, running)
+        world.threads.run(0)
+        await world.finish()
+        assert world.num_from_tiers == 4 * BLOCK_SIZE
+
+    run_virtually(scenario())
+
+
 def test_a_request_that_ends_while_it_is_brought_leaves_nothing(world: World):
     async def scenario() -> None:
         running, request = fill(world), world.a_request(PROMPT)

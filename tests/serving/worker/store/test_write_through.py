@@ -28,17 +28,23 @@ async def compute(world: World, prompts: Sequence[Sequence[int]]) -> None:
             world.complete()
 
 
+async def settle() -> None:
+    """What the event loop has to do now is done, and what follows from that."""
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
 async def pass_time(world: World, seconds: float) -> None:
     """Ticks as the worker does, with threads that take no time."""
     until_s = asyncio.get_running_loop().time() + seconds
     while asyncio.get_running_loop().time() < until_s:
         world.tick()
+        await settle()
         while world.threads.pending or world.engine.in_flight:
             if world.threads.pending:
                 world.threads.run(0)
             world.complete()
-            await asyncio.sleep(0)
-            await asyncio.sleep(0)
+            await settle()
         await asyncio.sleep(0.1)
 
 
@@ -86,6 +92,19 @@ def test_while_a_tier_is_off_a_piece_at_a_time_is_tried_more_and_more_seldom():
         before = tier.num_writes
         await pass_time(world, 10 * MAX_AGAIN_S)
         assert before < tier.num_writes <= before + 11 * (calls_per_piece + 1)
+
+    run(scenario())
+
+
+def test_a_long_queue_is_emptied_at_once_and_a_short_one_piece_by_piece():
+    async def scenario() -> None:
+        world = a_world()
+        await compute(world, prompts(0, 20))
+        await pass_time(world, 0.1)
+        assert PIECE_BLOCKS < len(world.queue) <= 0.125 * 100
+        before = len(world.queue)
+        await pass_time(world, 0.1)
+        assert len(world.queue) == before - PIECE_BLOCKS
 
     run(scenario())
 

@@ -273,12 +273,14 @@ class World:
             tier.is_off = False
         for _ in range(2000):
             self.tick()
+            num_events = self.scheduler.cache.num_events
             self.engine.launch()
             self.complete()
             self.run_a_thread()
             await asyncio.sleep(0.01 if self.queue else 0.1)
             self.check()
-            is_busy = self.threads.pending or self.engine.in_flight or self.queue or self.queue.num_aside
+            has_news = self.scheduler.cache.num_events > num_events
+            is_busy = self.threads.pending or self.engine.in_flight or self.queue or self.queue.num_aside or has_news
             if self.live <= self.engine.ended and not is_busy:
                 return self.check_written()
         raise AssertionError("it never ends")

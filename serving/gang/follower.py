@@ -1,0 +1,208 @@
+"""A follower of a gang as a process: it calls its leader, loads its part of the model, and runs the steps it is told.
+
+It has no port, no scheduler and no request. It ends with its leader's stream, in whatever way that ends; a signal does
+not end it, since the leader may still drain.
+"""
+
+import asyncio
+import logging
+import os
+import signal
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import grpc
+
+from moonshard.rpc import link_pb2
+from moonshard.rpc.link import PROTOCOL_VERSION
+from moonshard.rpc.server.door import ServerUnproved, open_stream
+from moonshard.serving.config.cluster_key import cluster_key
+from moonshard.serving.config.keys import Config, ConfigError, WorkerRole
+from moonshard.serving.config.tls import link_credentials
+from moonshard.serving.deploy.life import FAILED_EXIT_CODE
+from moonshard.serving.deploy.startup import ProcessStart, startup_message
+from moonshard.serving.deploy.status_pipe import Status
+from moonshard.serving.gang.members import GangFault, Member, end_at_once, made_of, meet
+from moonshard.serving.gang.watch import LOOKS_PER_TIMEOUT, Watched
+
+if TYPE_CHECKING:  # what needs jax is imported once all members are there
+    from moonshard.serving.gang.following import Serve
+
+METHOD = f"/{link_pb2.DESCRIPTOR.services_by_name['Gang'].full_name}/Follow"
+RETRY_S = 0.1  # while the leader is not there
+CHANNEL_OPTIONS = (
+    ("grpc.use_local_subchannel_pool", 1),  # a fresh attempt must not inherit the last one's back-off
+    ("grpc.max_receive_message_length", -1),
+    ("grpc.enable_http_proxy", 0),
+)
+
+logger = logging.getLogger(__name__)
+
+Stream = grpc.aio.StreamStreamCall
+
+
+async def run_follower(config: Config, role: WorkerRole, member: Member, *, status: Status, start: ProcessStart) -> int:
+    """Never returns: the process ends with the gang. A start-up error is told to the leader, and raised."""
+    loop, is_in = asyncio.get_running_loop(), False
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, lambda: None if is_in else end_at_once(0))
+    own = await asyncio.to_thread(made_of, config, role)
+    status("progress", {"message": "waiting for the other members of the gang"})
+    call, coordinator = await _meet_leader(config, member, own)
+    is_in = True
+    try:
+        await Following(config, role, member, call, status, start).run(coordinator)
+    except Exception as error:
+        await _tell_fault(call, error)
+        if startup_message(error) is None:
+            logger.error("this member of the gang ends", exc_info=None if isinstance(error, GangFault) else error)
+            end_at_once(FAILED_EXIT_CODE, str(error))
+        raise
+    raise AssertionError("a gang that ended without a word")
+
+
+async def _meet_leader(config: Config, member: Member, own: dict[str, str]) -> tuple[Stream, str]:
+    """The stream, and where all members meet, once all have joined.
+
+    ConfigError where that takes too long, or the leader refuses this one.
+    """
+    timeout_s = config.worker.gang_join_timeout_s
+    try:
+        async with asyncio.timeout(timeout_s):
+            while True:
+                call = await _join(config, member, own)
+                try:
+                    return call, (await _read(call)).welcome.coordinator
+                except GangFault:  # one of the last gang, which ends
+                    await asyncio.sleep(RETRY_S)
+    except TimeoutError:
+        raise ConfigError(
+            [f"worker.gang_join_timeout_s: the gang of {member.leader} was not complete in {timeout_s:g} s"]
+        ) from None
+
+
+async def _join(config: Config, member: Member, own: dict[str, str]) -> Stream:
+    """The stream to the leader, once that is there."""
+    assert member.leader is not None  # of whoever follows
+    key, credentials = cluster_key(config, os.environ).proofs, link_credentials(config)
+    port = 0 if credentials else int(member.leader.rpartition(":")[2])
+    hello = link_pb2.FollowerHello(protocol_version=PROTOCOL_VERSION, member=member.index, made_of=own)
+    while True:
+        channel = _channel(member.leader, credentials)
+        try:
+            call = await open_stream(channel, METHOD, key, port, link_pb2.LeaderMessage.FromString)
+            await call.write(link_pb2.FollowerMessage(hello=hello))
+            return call
+        except ServerUnproved as error:
+            raise ConfigError([f"cluster.key_file: whoever answers at {member.leader} has another key"]) from error
+        except (grpc.aio.AioRpcError, TimeoutError, asyncio.InvalidStateError):
+            await channel.close()
+            await asyncio.sleep(RETRY_S)
+
+
+def _channel(address: str, credentials: grpc.ChannelCredentials | None) -> grpc.aio.Channel:
+    if credentials is None:
+        return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+    return grpc.aio.secure_channel(address, credentials, options=CHANNEL_OPTIONS)
+
+
+async def _read(call: Stream) -> link_pb2.LeaderMessage:
+    message = await call.read()
+    if isinstance(message, link_pb2.LeaderMessage):
+        return message
+    code, details = await call.code(), await call.details()
+    if code is grpc.StatusCode.FAILED_PRECONDITION or code is grpc.StatusCode.INVALID_ARGUMENT:
+        raise ConfigError([f"the leader refuses this member: {details}"])
+    raise GangFault(details or "the leader went away")
+
+
+async def _tell_fault(call: Stream, error: BaseException) -> None:
+    startup = startup_message(error)
+    fault = link_pb2.FollowerFault(message=startup or repr(error), is_startup=startup is not None)
+    try:
+        async with asyncio.timeout(1.0):
+            await call.write(link_pb2.FollowerMessage(fault=fault))
+            await call.done_writing()
+    except (TimeoutError, grpc.RpcError, asyncio.InvalidStateError):
+        return  # the leader is gone
+
+
+@dataclass(slots=True)
+class Following:
+    """A member that has joined."""
+
+    config: Config
+    role: WorkerRole
+    member: Member
+    call: Stream
+    status: Status
+    start: ProcessStart
+
+    async def run(self, coordinator: str) -> None:
+        leader = Watched("the leader of the gang")
+        outbox: asyncio.Queue[link_pb2.FollowerMessage] = asyncio.Queue()
+        writing = asyncio.create_task(_write_all(self.call, outbox))
+        steps: asyncio.Queue[link_pb2.GangStep] = asyncio.Queue()
+        begun = asyncio.Event()
+        reading = asyncio.create_task(_read_all(self.call, leader, begun, steps))
+        loading = asyncio.create_task(self._load(coordinator))
+        await asyncio.wait({loading, reading}, return_when=asyncio.FIRST_COMPLETED)
+        if reading.done():
+            reading.result()
+        serve = loading.result()
+        outbox.put_nowait(link_pb2.FollowerMessage(ready=link_pb2.FollowerReady()))
+        self.status("ready", {})
+        timeout_s = self.config.worker.gang_timeout_s
+        watching = asyncio.create_task(_watch(leader, begun, outbox, timeout_s))
+        running = asyncio.create_task(serve(steps, outbox))
+        done, _ = await asyncio.wait({reading, watching, running, writing}, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+
+    async def _load(self, coordinator: str) -> "Serve":
+        loop = asyncio.get_running_loop()
+
+        def progress(message: str) -> None:
+            loop.call_soon_threadsafe(self.status, "progress", {"message": message})
+
+        def on_thread() -> "Serve":
+            with self.start.timings.phase("jax"):
+                from moonshard.serving.gang.following import load
+            meet(coordinator, self.member, timeout_s=self.config.worker.gang_join_timeout_s)
+            return load(self.config, self.role, progress, self.start)
+
+        return await asyncio.to_thread(on_thread)
+
+
+async def _write_all(call: Stream, outbox: asyncio.Queue[link_pb2.FollowerMessage]) -> None:
+    while True:
+        await call.write(await outbox.get())
+
+
+async def _read_all(
+    call: Stream, leader: Watched, begun: asyncio.Event, steps: asyncio.Queue[link_pb2.GangStep]
+) -> None:
+    while True:
+        message = await _read(call)
+        leader.heard()
+        match message.WhichOneof("message"):
+            case "step":
+                steps.put_nowait(message.step)
+            case "beat":
+                begun.set()
+            case "end":
+                end_at_once(0)
+            case _:
+                pass
+
+
+async def _watch(
+    leader: Watched, begun: asyncio.Event, outbox: asyncio.Queue[link_pb2.FollowerMessage], timeout_s: float
+) -> None:
+    """Beats from now on; and from the leader's first beat on, which comes once all have loaded, expects its beats."""
+    while True:
+        outbox.put_nowait(link_pb2.FollowerMessage(beat=link_pb2.FollowerBeat()))
+        await asyncio.sleep(timeout_s / LOOKS_PER_TIMEOUT)
+        fault = leader.look(timeout_s) if begun.is_set() else None
+        if fault is not None:
+            raise GangFault(fault)

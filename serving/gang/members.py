@@ -1,0 +1,92 @@
+"""Which member of which gang a process is, what all members must have alike, and how their devices become one mesh."""
+
+import hashlib
+import os
+import sys
+from dataclasses import dataclass, replace
+
+from moonshard.serving.config.keys import Config, ConfigError, WorkerRole, processes_of
+from moonshard.serving.config.reading import as_overrides
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """Of a worker of `num_members` processes the `index`-th; 0 leads, at `leader` (host:port) for the others."""
+
+    index: int
+    num_members: int
+    leader: str | None = None
+
+    @property
+    def leads(self) -> bool:
+        return self.index == 0
+
+
+def member_of(config: Config, role: WorkerRole, index: int, leader: str | None) -> Member:
+    """ConfigError for a member that the configured gang does not have."""
+    num_members = processes_of(config, role)
+    if not 0 <= index < num_members:
+        key = "prefill" if role == "prefill" else "decode"
+        raise ConfigError([f"--member {index}: {key}.processes is {num_members}; the last member is {num_members - 1}"])
+    if (leader is None) != (index == 0):
+        raise ConfigError(
+            ["--leader: member 0 has none" if leader else f"--leader: where member {index} finds member 0"]
+        )
+    return Member(index, num_members, leader)
+
+
+def made_of(config: Config, role: WorkerRole) -> dict[str, str]:
+    """What all members of a gang must have alike, by its name in words. Reads the header of the checkpoint.
+
+    Raises what opening a checkpoint raises.
+    """
+    from moonshard.models.folder.checkpoint import Checkpoint
+    from moonshard.serving.engine.compiled.digest import source_digest
+
+    return {
+        "role": role,
+        "version of the code": source_digest(),
+        "configuration": _digest("\n".join(as_overrides(_shared(config)))),
+        "checkpoint": Checkpoint.open(config.model.path).fingerprint,
+    }
+
+
+def _shared(config: Config) -> Config:
+    """Without what says only where a process is."""
+    worker = replace(config.worker, host="", port=0)
+    prefill, decode = replace(config.prefill, port=0), replace(config.decode, port=0)
+    return replace(config, worker=worker, prefill=prefill, decode=decode)
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def meet(coordinator: str, member: Member, *, timeout_s: float) -> None:
+    """Makes the devices of all members one process's to jax, which must not have looked for any yet.
+
+    Blocks until all are there. The coordination service runs in the leader: its end is the gang's anyway. Members are
+    watched by us, which is sooner than jax would notice. GangFault where it does not come about.
+    """
+    import jax
+
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.config.update("jax_enable_preemption_service", False)  # it would take SIGTERM from us
+    try:
+        jax.distributed.initialize(
+            coordinator, member.num_members, member.index, initialization_timeout=max(1, int(timeout_s))
+        )
+    except RuntimeError as error:
+        raise GangFault(f"the members of the gang do not meet at {coordinator}: {error}") from error
+
+
+class GangFault(Exception):
+    """The gang cannot go on, and no member of it."""
+
+
+def end_at_once(code: int, message: str = "") -> None:
+    """Ends the process whatever its threads wait for: a collective that a member is missing from is never done."""
+    if message:
+        sys.stderr.write(f"moonshard: {message}\n")
+        sys.stderr.flush()
+    os._exit(code)

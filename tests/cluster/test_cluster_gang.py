@@ -1,0 +1,82 @@
+"""A worker of two processes says what the reference says, and whatever becomes of a member, it comes back whole."""
+
+import os
+import signal
+import time
+
+import psutil
+import pytest
+
+from tests.cluster.conftest import AGGREGATED, Cluster, running, wait_until
+from tests.cluster.stored import PROMPTS, answers
+
+pytestmark = [pytest.mark.xdist_group("cluster"), pytest.mark.timeout(600)]
+GANG = {**AGGREGATED, "decode.processes": 2, "worker.gang_timeout_s": 2.0}
+BY_PARTITION = {"decode.mesh.data": 2}
+WITHIN = {"decode.mesh.tensor": 2}
+BOTH = {"decode.mesh.data": 2, "decode.mesh.tensor": 2}
+
+
+def followers(cluster: Cluster) -> list[int]:
+    return [
+        child.pid
+        for child in psutil.Process(cluster.process.pid).children()
+        if child.is_running() and "--leader" in child.cmdline()
+    ]
+
+
+def is_up(cluster: Cluster) -> bool:
+    return cluster.metric("moonshard_worker_up") == 1
+
+
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        pytest.param(BOTH, id="data 2 tensor 2"),
+        pytest.param(BY_PARTITION, id="data 2", marks=pytest.mark.slow),
+        pytest.param(WITHIN, id="tensor 2", marks=pytest.mark.slow),
+        pytest.param({"decode.mesh.expert": 4}, id="expert 4", marks=pytest.mark.slow),
+    ],
+)
+def test_a_gang_says_what_the_reference_says_and_ends_in_order(mesh: dict[str, int]):
+    with running(**GANG, **mesh) as cluster:
+        [follower] = followers(cluster)
+        answers(cluster)
+        with cluster.http() as http:
+            asked = {"model": "kimi_k2", "prompt": PROMPTS[0], "max_tokens": 24, "seed": 5, "echo": True, "logprobs": 2}
+            told = http.post("/v1/completions", json=asked).json()
+            assert len(told["choices"][0]["logprobs"]["token_logprobs"]) == len(PROMPTS[0]) + 24
+        assert followers(cluster) == [follower]
+    assert not psutil.pid_exists(follower)
+
+
+def test_a_killed_follower_ends_the_gang_at_once_and_it_comes_back():
+    with running(**GANG, **BY_PARTITION) as cluster:
+        before = answers(cluster)
+        [follower] = followers(cluster)
+        began_s = time.monotonic()
+        os.kill(follower, signal.SIGKILL)
+        assert wait_until(lambda: not is_up(cluster), 10)
+        assert time.monotonic() - began_s < 2.0  # with a look at the gateway's metrics
+        assert wait_until(lambda: is_up(cluster), 120)
+        assert answers(cluster) == before
+        assert cluster.is_as_it_began()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("which", ["leader", "follower"])
+@pytest.mark.parametrize("how", [signal.SIGSTOP, signal.SIGKILL], ids=["stopped", "killed"])
+def test_a_member_that_is_lost_under_load_costs_nobody_a_hang(which: str, how: int):
+    with running(**GANG, **BOTH) as cluster:
+        before = answers(cluster)
+        pid = 0
+        for _ in range(3):
+            pid = followers(cluster)[0] if which == "follower" else cluster.pid("worker")
+            began_s = time.monotonic()
+            os.kill(pid, how)
+            assert wait_until(lambda: not is_up(cluster), 12)
+            assert time.monotonic() - began_s < (2.0 if how == signal.SIGKILL else 4.0)
+            assert wait_until(lambda: is_up(cluster), 120)
+            assert answers(cluster) == before
+            assert cluster.is_as_it_began()
+        assert not psutil.pid_exists(pid)
