@@ -26,7 +26,7 @@ from moonshard.serving.config.keys import (
     roles_of,
     with_worker_at,
 )
-from moonshard.serving.config.loopback import LOOPBACK
+from moonshard.serving.config.loopback import LOOPBACK, is_loopback
 from moonshard.serving.config.reading import as_overrides, toml_value
 from moonshard.serving.config.tenants import load_tenants
 from moonshard.serving.deploy.limits import limits_of
@@ -165,11 +165,17 @@ def _with_store_here(config: Config) -> Config:
 def _with_registry_here(config: Config) -> Config:
     """Workers register with the gateway of `serve`, at a port that they know before it is started."""
     gateway = config.gateway
+    is_everywhere = gateway.registry_host in ("0.0.0.0", "::")
+    if not is_everywhere and not is_loopback(gateway.registry_host):
+        at = gateway.registry_host
+        raise ConfigError(
+            [f"gateway.registry_host: the workers of `serve` are at {LOOPBACK} and not at {at}; set 0.0.0.0"]
+        )
     try:
         port = gateway.registry_port or free_ports(1)[0]
     except OSError as error:
         raise ConfigError([f"gateway.registry_port: {error}"]) from error
-    host = LOOPBACK if gateway.registry_host in ("0.0.0.0", "::") else gateway.registry_host
+    host = LOOPBACK if is_everywhere else gateway.registry_host
     return replace(
         config,
         gateway=replace(gateway, registry_port=port),

@@ -110,17 +110,31 @@ async def _run(config: Config, role: WorkerRole, life: Life) -> int:
             ready.set_result(worker)
             openness = functools.partial(_openness, config, role, server.port)
             served = ServedWorker(worker, server, drain_timeout_s=life.drain_timeout_s, openness=openness, gang=gang)
-            async with _registered(config, key, address, worker):
+            async with known_to_gateways(config, key, address, worker, life.stop):
                 return await life.live(served, name=address, recorder=recorder)
 
 
-def _registered(
-    config: Config, key: bytes, address: str, worker: "Worker"
-) -> contextlib.AbstractAsyncContextManager[None]:
-    """The worker is ready: the gateways of `worker.gateways` know of it inside the block."""
+@contextlib.asynccontextmanager
+async def known_to_gateways(
+    config: Config, key: bytes, address: str, worker: "Worker", stop: asyncio.Event
+) -> AsyncIterator[None]:
+    """The worker is ready: the gateways of `worker.gateways` know of it inside the block.
+
+    ConfigError, once `stop` has ended the block, where they reach another process at this one's address.
+    """
+    faults = list[str]()
+
+    def taken(told: str) -> None:
+        if not worker.was_reached:  # else it is where it says, and that gateway is led astray
+            faults.append(f"worker.host: {told}; give each worker an address of its own")
+            stop.set()
+
     announced = link_pb2.Announcement(address=address, welcome=worker.welcome())
     credentials = Credentials(key=key, tls=link_credentials(config))
-    return registered(Registrar(config.worker.gateways, announced, credentials))
+    async with registered(Registrar(config.worker.gateways, announced, credentials, taken)):
+        yield
+    if faults:
+        raise ConfigError(faults[:1])
 
 
 async def _end_with(gang: Gang, life: Life) -> None:

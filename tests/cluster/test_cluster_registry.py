@@ -1,18 +1,25 @@
 """Two gateways over workers that register by themselves, as processes: who comes and goes, is killed, or asks again."""
 
+import asyncio
 import json
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
+import grpc
 import pytest
 
-from moonshard.rpc import link_pb2
+from moonshard.rpc import link_pb2, link_pb2_grpc
+from moonshard.rpc.server.door import Door
 from tests.cluster.conftest import running, wait_until
-from tests.cluster.faults import Fleet
+from tests.cluster.faults import SETTINGS as OF_ALL
+from tests.cluster.faults import Fleet, Process
 from tests.cluster.registered import Registered, running_registered
 from tests.cluster.streams import Ask, Listeners, answer, assert_all_right, assert_right
-from tests.dialling import inspect
+from tests.dialling import inspect, own_key
 from tests.engine_room import long_text
+from tests.serving.gateway.fake_worker import FakeWorker
+from tests.serving.gateway.workers.registering import registry_over
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("cluster"), pytest.mark.timeout(600)]
 SETTINGS = {"model.max_context_tokens": 4000, "kv.num_blocks": 512}
@@ -155,6 +162,31 @@ def test_a_request_asked_again_of_another_gateway_is_answered_with_the_same_toke
     assert tokens_asked_again(two, "other", over=over, gateway="gateway 1") != first
     unnamed = [tokens_asked_again(two, None, over=over, gateway=name) for name in two.gateways]
     assert unnamed[0] != unnamed[1]
+
+
+async def test_a_worker_whose_address_another_process_has_names_it_and_ends_with_2(tmp_path: Path):
+    """The other one listens no more, so that the port is free, and is still linked."""
+    other = FakeWorker(role="decode")
+    async with registry_over() as (pool, registry), asyncio.TaskGroup() as closing:
+        server = grpc.aio.server(
+            options=(("grpc.so_reuseport", 0),), interceptors=(Door(own_key().proofs, lambda: port),)
+        )
+        link_pb2_grpc.add_WorkerServicer_to_server(other, server)
+        port = server.add_insecure_port("127.0.0.1:0")
+        await server.start()
+        pool.call(f"127.0.0.1:{port}")
+        await pool.wait_changed(10)
+        closing.create_task(server.stop(120))
+        settings = {**OF_ALL, "decode.port": port, "worker.gateways": f'["{registry}"]'}
+        worker = Process("decode 0", "decode", settings, tmp_path / "decode.log")
+        worker.start()
+        try:
+            code = await asyncio.to_thread(worker.running.wait, 120)
+        finally:
+            worker.running.kill()
+            other.drop_link()
+    assert code == 2, worker.log()
+    assert f"worker.host: gateway {registry}: another process answers at 127.0.0.1:{port}" in worker.log()
 
 
 def test_workers_of_serve_register_with_its_gateway():

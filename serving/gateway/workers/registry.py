@@ -7,6 +7,7 @@ that does not fit hears it at once; what counts is what its link then hears.
 
 import asyncio
 import logging
+import re
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -16,8 +17,17 @@ import grpc
 from moonshard.rpc import link_pb2, link_pb2_grpc
 from moonshard.rpc.addresses import is_address
 from moonshard.rpc.link import EPOCH_BYTES
+from moonshard.rpc.server.seldom import Seldom
 from moonshard.rpc.server.server import BoundServer, build_server
-from moonshard.rpc.status import FailedPrecondition, InvalidArgument, Overloaded, RequestError, Unavailable, abort
+from moonshard.rpc.status import (
+    FailedPrecondition,
+    InvalidArgument,
+    Overloaded,
+    RequestError,
+    RequestTimeout,
+    Unavailable,
+    abort,
+)
 from moonshard.rpc.tls import TlsFiles
 from moonshard.serving.control.routing.roster import LEASE_TICKS, Full, Roster, Taken
 from moonshard.serving.gateway.workers.pool import LinkPool
@@ -29,7 +39,9 @@ MAX_MESSAGE_BYTES = 1 << 20  # of a Welcome with the layout of thousands of devi
 MAX_NOTICES = 64  # of one worker in the time of a lease, where 4 are needed
 MAX_REGISTRATIONS = 16 * MAX_WORKERS  # of all together, likewise: who is refused asks again every second
 RETRY_AFTER_S = 1.0
-MAX_LOGGED = 256  # addresses and reasons
+ANNOUNCED_WITHIN_S = 10.0  # of being let in
+SPEAKS_WITHIN_S = 0.5  # a worker that is there: it does so four times a second
+_HOST = re.compile(r"[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.%]+\]")  # a name or an IP address, and no scheme of gRPC's targets
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +54,7 @@ class Registry(link_pb2_grpc.RegistryServicer):
         self._lease_s = lease_s
         self._roster = Roster(MAX_WORKERS)
         self._registrations = _Rate(MAX_REGISTRATIONS, lease_s)
-        self._logged: set[tuple[str, str]] = set()
+        self._seldom = Seldom()
 
     async def watch(self) -> None:
         """Ends leases until cancelled."""
@@ -55,17 +67,31 @@ class Registry(link_pb2_grpc.RegistryServicer):
     async def Register(
         self, request_iterator: AsyncIterator[link_pb2.WorkerNotice], context: grpc.aio.ServicerContext
     ) -> None:
-        who = str(context.peer())
+        who = str(context.peer()).rpartition(":")[0]
         try:
             self._registrations.count()
-            announced = _announcement(await anext(request_iterator, None))
+            announced = _announcement(await _first(request_iterator))
             who, epoch = announced.address, int.from_bytes(announced.welcome.epoch, "big")
+            await self._claim(announced.address, epoch)
             self._admit(announced, epoch)
             await context.write(link_pb2.Lease(lease_s=self._lease_s))
             await self._follow(request_iterator, announced.address, epoch)
         except RequestError as error:
             self._log(who, error)
             await abort(context, error)
+
+    async def _claim(self, address: str, epoch: int) -> None:
+        """FailedPrecondition where another process has the address, and speaks. Not at once: that it has ended may not
+        have been noticed yet, and what it said before may be read only now.
+        """
+        session = self._pool.session_at(address)
+        if session is None or session.epoch == epoch:
+            return
+        await asyncio.sleep(SPEAKS_WITHIN_S)
+        num_received = session.num_received
+        await asyncio.sleep(SPEAKS_WITHIN_S)
+        if session.num_received > num_received and not session.is_lost:
+            raise FailedPrecondition(f"another process answers at {address}", field="address")
 
     def _admit(self, announced: link_pb2.Announcement, epoch: int) -> None:
         """The worker is registered from now on. Raises the error that refuses it."""
@@ -75,9 +101,11 @@ class Registry(link_pb2_grpc.RegistryServicer):
         session = self._pool.session_at(address)
         refusal = self._roster.register(address, epoch, answering=None if session is None else session.epoch)
         if isinstance(refusal, Taken):
-            raise FailedPrecondition(f"not registered, another process answers at {address}", field="address")
+            raise Unavailable(f"another process was at {address} just now", retry_after_s=RETRY_AFTER_S)
         if isinstance(refusal, Full):
-            raise Overloaded(f"not registered, {refusal.max_workers} workers are", retry_after_s=RETRY_AFTER_S)
+            raise Overloaded(
+                f"{refusal.max_workers} workers have registered, the most there may be", retry_after_s=RETRY_AFTER_S
+            )
         self._pool.call(address)
 
     async def _follow(self, notices: AsyncIterator[link_pb2.WorkerNotice], address: str, epoch: int) -> None:
@@ -97,11 +125,17 @@ class Registry(link_pb2_grpc.RegistryServicer):
                     raise InvalidArgument("a worker that has announced itself renews that or leaves", field="notice")
 
     def _log(self, who: str, error: RequestError) -> None:
-        """Logs once for each worker and reason, since it asks again every second."""
-        told = (who, error.message)
-        if told not in self._logged and len(self._logged) < MAX_LOGGED:
-            self._logged.add(told)
+        """Logs each worker and reason once a minute, since it asks again every second."""
+        if self._seldom.may_say(who, error.message):
             logger.warning("worker %s: %s", who, error.message)
+
+
+async def _first(notices: AsyncIterator[link_pb2.WorkerNotice]) -> link_pb2.WorkerNotice | None:
+    try:
+        async with asyncio.timeout(ANNOUNCED_WITHIN_S):
+            return await anext(notices, None)
+    except TimeoutError:
+        raise RequestTimeout(f"nothing was announced within {ANNOUNCED_WITHIN_S:g} s") from None
 
 
 def _announcement(notice: link_pb2.WorkerNotice | None) -> link_pb2.Announcement:
@@ -109,8 +143,8 @@ def _announcement(notice: link_pb2.WorkerNotice | None) -> link_pb2.Announcement
     if notice is None or notice.WhichOneof("notice") != "announcement":
         raise InvalidArgument("a registration begins with an announcement", field="announcement")
     announced = notice.announcement
-    is_plain = announced.address.isascii() and announced.address.isprintable()
-    if not (is_plain and len(announced.address) <= MAX_ADDRESS_CHARS and is_address(announced.address)):
+    is_plain = len(announced.address) <= MAX_ADDRESS_CHARS and _HOST.fullmatch(announced.address.rpartition(":")[0])
+    if not (is_plain and is_address(announced.address)):
         raise InvalidArgument("the address of a worker is no host:port", field="address")
     if len(announced.welcome.epoch) != EPOCH_BYTES:
         raise InvalidArgument(f"the epoch of a worker has {EPOCH_BYTES} bytes", field="epoch")

@@ -7,13 +7,15 @@ makes of it is `gateway.workers.registry`'s.
 import asyncio
 import contextlib
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import grpc
 
 from moonshard.rpc import link_pb2
 from moonshard.rpc.server.door import open_stream
-from moonshard.rpc.status import RequestError, Unavailable
+from moonshard.rpc.server.seldom import Seldom
+from moonshard.rpc.status import FailedPrecondition, RequestError, Unavailable, from_rpc_error
 from moonshard.serving.worker.registration.places import Place
 
 METHOD = f"/{link_pb2.DESCRIPTOR.services_by_name['Registry'].full_name}/Register"
@@ -44,14 +46,24 @@ class Credentials:
 
 
 class Announcer:
-    """Keeps the worker of `announced` registered at `place` while `run` runs."""
+    """Keeps the worker of `announced` registered at `place` while `run` runs. `on_taken` hears, at each attempt, that
+    the gateway reaches another process at the worker's address.
+    """
 
-    def __init__(self, place: Place, announced: link_pb2.Announcement, credentials: Credentials) -> None:
+    def __init__(
+        self,
+        place: Place,
+        announced: link_pb2.Announcement,
+        credentials: Credentials,
+        on_taken: Callable[[str], None],
+    ) -> None:
         self.is_registered = False
         self._place = place
         self._announcement = link_pb2.WorkerNotice(announcement=announced)
         self._credentials = credentials
-        self._logged = ""  # the trouble that was logged last; empty while registered
+        self._on_taken = on_taken
+        self._seldom = Seldom()
+        self._is_in_trouble = False  # and that was logged
 
     async def run(self, leaving: asyncio.Event) -> None:
         """Until `leaving` is set: then says goodbye where it is registered, and returns."""
@@ -91,19 +103,22 @@ class Announcer:
 
     def _begin(self) -> None:
         self.is_registered = True
-        if self._logged:  # said as loudly as the trouble was
+        if self._is_in_trouble:  # said as loudly as the trouble was
             logger.warning("gateway %s: registered", self._place.address)
-            self._logged = ""
+            self._is_in_trouble = False
 
     def _note(self, error: Exception) -> None:
-        """Log why it is not registered: once, not once per attempt."""
-        trouble = _reason(error)
-        if trouble != self._logged:
-            is_expected = isinstance(error, RequestError | grpc.RpcError | TimeoutError | asyncio.InvalidStateError)
-            logger.warning(
-                "gateway %s: not registered: %s", self._place.address, trouble, exc_info=None if is_expected else error
-            )
-            self._logged = trouble
+        """Logs why it is not registered: once a minute, not once per attempt."""
+        if isinstance(error, grpc.aio.AioRpcError):
+            error = from_rpc_error(error)
+        gateway, trouble = self._place.address, error.message if isinstance(error, RequestError) else repr(error)
+        if self._seldom.may_say(trouble):
+            is_expected = isinstance(error, RequestError | TimeoutError | asyncio.InvalidStateError)
+            cause = None if is_expected else error
+            logger.warning("gateway %s: not registered: %s", gateway, trouble, exc_info=cause)
+            self._is_in_trouble = True
+        if isinstance(error, FailedPrecondition) and error.field == "address":
+            self._on_taken(f"gateway {gateway}: {trouble}")
 
 
 async def _renew(
@@ -134,11 +149,3 @@ async def _read(call: grpc.aio.StreamStreamCall) -> link_pb2.Lease:
     if isinstance(message, link_pb2.Lease):
         return message
     raise Unavailable(await call.details() or "the gateway ended the registration")
-
-
-def _reason(error: Exception) -> str:
-    """On one line."""
-    if isinstance(error, RequestError):
-        return error.message
-    details = error.details() if isinstance(error, grpc.aio.AioRpcError) else None
-    return details or repr(error)

@@ -22,19 +22,23 @@ type Resolve = Callable[[str], Awaitable[frozenset[Place]]]
 
 
 class Registrar:
-    """Registers the worker of `announced` with the gateways at the `host:port`s of `gateways`."""
+    """Registers the worker of `announced` with the gateways at the `host:port`s of `gateways`. `on_taken` hears, again
+    and again, of one that reaches another process at the worker's address.
+    """
 
     def __init__(
         self,
         gateways: Sequence[str],
         announced: link_pb2.Announcement,
         credentials: Credentials,
+        on_taken: Callable[[str], None],
         *,
         resolve: Resolve = resolve,
         look_s: float = LOOK_S,
     ) -> None:
         self._announced = announced
         self._credentials = credentials
+        self._on_taken = on_taken
         self._resolve = resolve
         self._look_s = look_s
         self._found: dict[str, frozenset[Place]] = {gateway: frozenset() for gateway in gateways}
@@ -51,8 +55,7 @@ class Registrar:
     async def run(self) -> None:
         """Until cancelled; `leave` then ends what is registered."""
         while True:
-            for gateway in self._found:
-                await self._look_up(gateway)
+            await asyncio.gather(*map(self._look_up, self._found))
             self._follow(frozenset().union(*self._found.values()))
             await asyncio.sleep(self._look_s)
 
@@ -82,7 +85,7 @@ class Registrar:
 
     def _follow(self, wanted: frozenset[Place]) -> None:
         for place in wanted - self._tasks.keys():
-            self._announcers[place] = Announcer(place, self._announced, self._credentials)
+            self._announcers[place] = Announcer(place, self._announced, self._credentials, self._on_taken)
             self._tasks[place] = asyncio.create_task(self._announcers[place].run(self._leaving))
         for place in self._tasks.keys() - wanted:
             if not self._announcers[place].is_registered:

@@ -2,10 +2,12 @@
 
 import asyncio
 import contextlib
+from collections.abc import Callable
 
 import pytest
 
 from moonshard.rpc import link_pb2
+from moonshard.rpc.server import seldom
 from moonshard.serving.gateway.workers.pool import LinkPool
 from moonshard.serving.worker.registration import announcer
 from moonshard.serving.worker.registration.announcer import Credentials
@@ -36,10 +38,17 @@ class Names:
         return frozenset(Place("127.0.0.1", port_of(registry), "gateways.test") for registry in self.registries)
 
 
-def registrar(worker: FakeWorker, port: int, names: Names, *, key: bytes | None = None) -> Registrar:
+def registrar(
+    worker: FakeWorker,
+    port: int,
+    names: Names,
+    *,
+    key: bytes | None = None,
+    on_taken: Callable[[str], None] = lambda _told: None,
+) -> Registrar:
     announced = link_pb2.Announcement(address=f"127.0.0.1:{port}", welcome=worker.welcome)
     credentials = Credentials(key=own_key().proofs if key is None else key, tls=None)
-    return Registrar([NAME], announced, credentials, resolve=names, look_s=0.02)
+    return Registrar([NAME], announced, credentials, on_taken, resolve=names, look_s=0.02)
 
 
 async def looked_again(names: Names) -> None:
@@ -108,7 +117,25 @@ async def test_a_gateway_that_comes_back_is_found_again_within_a_second(caplog):
     assert f"gateway {at}: registered" in caplog.text
 
 
-async def test_with_another_key_it_is_told_so_once(caplog, monkeypatch: pytest.MonkeyPatch):
+async def test_who_is_at_its_address_is_told_and_a_worker_that_only_does_not_fit_is_not(caplog):
+    holder, claimant = FakeWorker(), FakeWorker(epoch=b"c" * 16)
+    unfit = FakeWorker(epoch=b"u" * 16, fingerprint="0" * 64)
+    async with (
+        registry_over() as (pool, at),
+        fake_worker.serving(holder) as port,
+        registered(registrar(holder, port, Names(at))),
+    ):
+        await pool.wait_ready()
+        told = asyncio.get_running_loop().create_future()
+        async with registered(registrar(claimant, port, Names(at), on_taken=told.set_result)):
+            assert await told == f"gateway {at}: another process answers at 127.0.0.1:{port}"
+        taken = list[str]()
+        async with registered(registrar(unfit, 1, Names(at), on_taken=taken.append)):
+            await until(lambda: "fingerprint is" in caplog.text)
+        assert not taken
+
+
+async def test_with_another_key_it_is_told_so_once_a_minute(caplog, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(announcer, "RETRY_S", 0.01)
     worker = FakeWorker()
     async with registry_over() as (pool, at), fake_worker.serving(worker) as port:
@@ -118,7 +145,9 @@ async def test_with_another_key_it_is_told_so_once(caplog, monkeypatch: pytest.M
             for _ in range(10):
                 await looked_again(names)
             assert not pool.links
-    assert caplog.text.count("it did not prove that it holds the cluster's key") == 1
+            assert caplog.text.count("not registered: it did not prove that it holds the cluster's key") == 1
+            monkeypatch.setattr(seldom, "PERIOD_S", 0.0)  # a minute later
+            await until(lambda: caplog.text.count("not registered: it did not prove") > 1)
 
 
 async def test_a_name_that_is_none_is_told_once_and_an_address_is_its_own(caplog):

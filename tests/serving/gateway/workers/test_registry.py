@@ -12,6 +12,7 @@ import pytest
 
 from moonshard.rpc import link_pb2
 from moonshard.rpc.server.door import ServerUnproved
+from moonshard.rpc.status import from_rpc_error
 from moonshard.serving.config.keys import GatewayConfig
 from moonshard.serving.control.routing.roster import LEASE_TICKS
 from moonshard.serving.gateway.process import serving
@@ -139,16 +140,37 @@ async def test_an_address_is_whose_who_answers_there(caplog):
         registered(registry, holder, port) as call,
     ):
         await pool.wait_ready()
-        for _ in range(3):
+        for _ in range(2):
             refused = await refusal(registry, announcement(claimant, f"127.0.0.1:{port}"))
             assert refused.code() is grpc.StatusCode.FAILED_PRECONDITION
-            assert refused.details() == f"not registered, another process answers at 127.0.0.1:{port}"
+            assert refused.details() == f"another process answers at 127.0.0.1:{port}"
+            assert from_rpc_error(refused).field == "address"
         session = pool.session_at(f"127.0.0.1:{port}")
         assert session is not None
         assert not session.is_lost
         await call.write(RENEWAL)
         await say_goodbye(call)
     assert caplog.text.count("another process answers") == 1
+
+
+async def test_who_had_an_address_and_says_no_more_does_not_end_who_claims_it():
+    """A process that has ended without a word, as with its machine: its link is up until its silence is noticed."""
+    holder, claimant = a_worker(1), a_worker(2)
+    async with (
+        registry_over() as (pool, registry),
+        fake_worker.serving(holder) as port,
+        registered(registry, holder, port),
+    ):
+        await pool.wait_ready()
+        holder.fall_silent()
+        refused = await refusal(registry, announcement(claimant, f"127.0.0.1:{port}"))
+        assert refused.code() is grpc.StatusCode.UNAVAILABLE
+        holder.die()
+        await pool.wait_not_ready()
+        holder.speak()
+        holder.revive(epoch=claimant.welcome.epoch)
+        async with registered(registry, claimant, port):
+            await pool.wait_ready()
 
 
 async def test_a_worker_that_does_not_fit_is_told_which_field_and_may_come_once_it_does(caplog):
@@ -199,7 +221,7 @@ async def test_no_task_is_left_of_workers_that_came_and_went():
         assert not [task for task in asyncio.all_tasks() if task.get_name().startswith("link ")]
 
 
-async def test_nobody_without_the_clusters_key_registers_and_it_is_logged_once(caplog):
+async def test_nobody_without_the_clusters_key_registers_and_it_is_logged_once_a_minute(caplog):
     async with registry_over() as (pool, registry):
         for _ in range(5):
             with pytest.raises(ServerUnproved):
@@ -236,6 +258,23 @@ async def test_a_gateway_serves_who_registers_and_its_metrics_forget_who_leaves(
         assert (await http.get("/ready")).status_code == 503
 
 
+@pytest.mark.parametrize("address", ["[::1]:9", "worker-0.workers.default.svc:50061", "10.0.0.2:1"])
+async def test_an_address_may_be_a_name_or_of_either_kind(address: str):
+    async with registry_over() as (pool, registry), stream_to(registry) as call:
+        await call.write(announcement(a_worker(), address))
+        assert isinstance(await call.read(), link_pb2.Lease)
+        assert [link.address for link in pool.links] == [address]
+
+
+async def test_who_was_let_in_and_announces_nothing_is_sent_away(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(under_test, "ANNOUNCED_WITHIN_S", 0.05)
+    async with registry_over() as (pool, registry), stream_to(registry) as call:
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await call.read()
+        assert refused.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        assert pool.links == ()
+
+
 async def test_where_clients_call_there_is_no_registry():
     async with fleet(a_worker()) as running, grpc.aio.insecure_channel(running.grpc) as channel:
         assert running.registry is None
@@ -253,6 +292,10 @@ async def test_where_clients_call_there_is_no_registry():
         (announcement(a_worker(), "127.0.0.1:0"), "address"),
         (announcement(a_worker(), "evil\nline:1"), "address"),
         (announcement(a_worker(), "x" * 300 + ":1"), "address"),
+        (announcement(a_worker(), "unix:/run/somewhere:1"), "address"),
+        (announcement(a_worker(), "dns://10.0.0.1/worker:1"), "address"),
+        (announcement(a_worker(), "127.0.0.1:1,127.0.0.2:1"), "address"),
+        (announcement(a_worker(), "::1:1"), "address"),
         (announcement(FakeWorker(epoch=b"short"), "127.0.0.1:1"), "epoch"),
     ],
 )
