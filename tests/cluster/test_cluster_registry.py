@@ -1,12 +1,15 @@
 """Two gateways over workers that register by themselves, as processes: who comes and goes, is killed, or asks again."""
 
 import asyncio
+import contextlib
 import json
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import grpc
+import httpx
 import pytest
 
 from moonshard.rpc import link_pb2, link_pb2_grpc
@@ -92,6 +95,28 @@ def test_a_killed_gateway_takes_nothing_with_it_but_its_own_requests(two: Regist
         two.wait_linked()
 
 
+def test_what_a_killed_gateway_had_begun_is_told_from_its_start_by_another(two: Registered):
+    """The client knows some tokens already, and hears the same again, without a seed. The prompt is in the cache."""
+    body = {"prompt": long_text(640, seed=60), "temperature": 0.9, "max_tokens": 600, "ignore_eos": True}
+    heard = list[int]()
+    try:
+        with contextlib.suppress(httpx.RemoteProtocolError, httpx.ReadError):
+            for choice in streamed(two.seen_by("gateway 0"), body, key="again"):
+                heard += choice["token_ids"]
+                if len(heard) > 20:
+                    two.gateways["gateway 0"].kill()
+        assert 20 < len(heard) < 600
+        with two.seen_by("gateway 1").http() as http:
+            asked = body | {"return_token_ids": True}
+            again = http.post("/v1/completions", json=asked, headers={"idempotency-key": "again"}).json()
+        assert again["choices"][0]["token_ids"][: len(heard)] == heard
+        assert len(again["choices"][0]["token_ids"]) == 600
+        assert again["usage"]["prompt_tokens_details"]["cached_tokens"] >= 600
+    finally:
+        two.start_gateway("gateway 0")
+        two.wait_linked()
+
+
 def test_a_worker_that_comes_serves_within_a_second_and_one_that_goes_is_gone(two: Registered):
     worker = two.start_worker("decode 9", "decode")
     worker.wait_for("moonshard ready")
@@ -129,6 +154,16 @@ def test_a_killed_worker_is_forgotten_with_its_lease_and_one_at_its_address_serv
     two.wait_linked()
 
 
+def streamed(fleet: Fleet, body: dict[str, object], *, key: str | None) -> Iterator[dict[str, Any]]:
+    """All choices of all events of a stream over HTTP, with their tokens' ids."""
+    headers = {} if key is None else {"idempotency-key": key}
+    asked = body | {"stream": True, "return_token_ids": True}
+    with fleet.http() as http, http.stream("POST", "/v1/completions", json=asked, headers=headers) as response:
+        for line in response.iter_lines():
+            if line.startswith("data: {"):
+                yield from json.loads(line[6:])["choices"]
+
+
 def tokens_asked_again(two: Registered, key: str | None, *, over: str, gateway: str) -> list[list[int]]:
     """All choices' tokens of one request at a temperature, without a seed."""
     fleet, prompt = two.seen_by(gateway), long_text(40, seed=50)
@@ -137,19 +172,10 @@ def tokens_asked_again(two: Registered, key: str | None, *, over: str, gateway: 
         with fleet.client() as client:
             told = client.generate(prompt, metadata=metadata, n=3, temperature=0.9, max_tokens=24, ignore_eos=True)
         return [list(choice.token_ids) for choice in told.choices]
-    body = {"prompt": prompt, "n": 3, "temperature": 0.9, "max_tokens": 24, "ignore_eos": True}
-    headers = {} if key is None else {"idempotency-key": key}
     tokens: list[list[int]] = [[], [], []]
-    with (
-        fleet.http() as http,
-        http.stream(
-            "POST", "/v1/completions", json=body | {"stream": True, "return_token_ids": True}, headers=headers
-        ) as response,
-    ):
-        for line in response.iter_lines():
-            if line.startswith("data: {"):
-                for choice in json.loads(line[6:])["choices"]:
-                    tokens[choice["index"]] += choice["token_ids"]
+    body = {"prompt": prompt, "n": 3, "temperature": 0.9, "max_tokens": 24, "ignore_eos": True}
+    for choice in streamed(fleet, body, key=key):
+        tokens[choice["index"]] += choice["token_ids"]
     return tokens
 
 

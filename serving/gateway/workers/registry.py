@@ -62,7 +62,10 @@ class Registry(link_pb2_grpc.RegistryServicer):
             await asyncio.sleep(self._lease_s / LEASE_TICKS)
             for address in self._roster.tick():
                 logger.warning("worker %s: did not renew its registration for %g s", address, self._lease_s)
-                self._pool.remove(address)
+                try:
+                    self._pool.remove(address)
+                except Exception:  # whatever it was, the other leases are to end too
+                    logger.exception("worker %s: could not be forgotten", address)
 
     async def Register(
         self, request_iterator: AsyncIterator[link_pb2.WorkerNotice], context: grpc.aio.ServicerContext
