@@ -9,7 +9,7 @@ from moonshard.serving.deploy.timings import Timings
 
 
 def gateway(options: Configured, status_fd: StatusFd = None) -> int:
-    """Run only the gateway: OpenAI's HTTP API and gRPC in front of the workers at gateway.workers."""
+    """Run only the gateway: OpenAI's HTTP API and gRPC before workers that are listed or that register."""
     timings = Timings()
     timings.note("interpreter", 0.0)
     with timings.phase("configuration"):

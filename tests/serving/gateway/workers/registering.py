@@ -8,6 +8,7 @@ import grpc
 
 from moonshard.rpc import link_pb2
 from moonshard.rpc.server.door import open_stream
+from moonshard.rpc.tls import TlsFiles
 from moonshard.serving.config.keys import RoutingConfig
 from moonshard.serving.gateway.workers.dispatching import dispatcher_of
 from moonshard.serving.gateway.workers.knowledge import Knowledge
@@ -24,13 +25,13 @@ LEASE_S = 60.0
 
 @asynccontextmanager
 async def registry_over(
-    *, lease_s: float = LEASE_S, events: PoolEvents = NOBODY, port: int = 0
+    *, lease_s: float = LEASE_S, events: PoolEvents = NOBODY, port: int = 0, tls: TlsFiles | None = None
 ) -> AsyncIterator[tuple[LinkPool, str]]:
     """The pool, and where workers register. What hangs in the block fails."""
     knowledge = Knowledge(dispatcher_of([], RoutingConfig(local_prefill="static")))
     pool = LinkPool([], knowledge, events, silence_s=10.0, key=own_key().proofs)
     registry = Registry(pool, lease_s=lease_s)
-    server = registry_server(registry, host="127.0.0.1", port=port, key=own_key().proofs, tls=None)
+    server = registry_server(registry, host="127.0.0.1", port=port, key=own_key().proofs, tls=tls)
     async with asyncio.timeout(HANG_S), pool.running(), serving_registry(registry, server):
         yield pool, f"127.0.0.1:{server.port}"
 

@@ -22,7 +22,7 @@ from moonshard.serving.gateway.workers.pool import LinkPool
 from tests.serving.gateway import fake_worker
 from tests.serving.gateway.conftest import FIXTURE, make_config
 from tests.serving.gateway.fake_worker import FakeWorker
-from tests.serving.gateway.workers.fleet import ask, fleet
+from tests.serving.gateway.workers.fleet import ask, fleet, until
 from tests.serving.gateway.workers.registering import NOBODY, REGISTER, announcement, registry_over, stream_to
 
 GOODBYE = link_pb2.WorkerNotice(goodbye=link_pb2.Goodbye())
@@ -99,6 +99,17 @@ async def test_a_stream_that_breaks_off_ends_nothing_and_a_lease_that_is_not_ren
         await pool.wait_not_ready()
         assert_nothing_known(pool)
     assert f"worker 127.0.0.1:{port}: did not renew its registration for 0.4 s" in caplog.text
+
+
+async def test_a_worker_that_cannot_be_forgotten_keeps_no_other_leases_from_their_end(caplog):
+    def fails(index: int) -> None:
+        raise LookupError(f"worker {index}")
+
+    async with registry_over(lease_s=0.2, events=replace(NOBODY, on_removed=fails)) as (pool, registry):
+        async with registered(registry, a_worker(1), 1), registered(registry, a_worker(2), 2):
+            assert len(pool.links) == 2
+        await until(lambda: not pool.links)
+    assert "worker 127.0.0.1:1: could not be forgotten" in caplog.text
 
 
 async def test_after_its_lease_has_ended_a_worker_must_register_anew():
