@@ -174,7 +174,9 @@ class LinkPool:
         self._events.on_lost(session)
 
     def _link_loaded(self, link: WorkerLink) -> None:
-        if link.session is not None and self.knowledge.loaded(link.session):
+        if link.session is None:  # removed while its last message was taken
+            return
+        if self.knowledge.loaded(link.session):
             self._notice()
         self._events.on_load(self._index[link.address], link.last_load)
 
