@@ -21,6 +21,7 @@ from moonshard.serving.commands.options import Configured, optional_argument
 from moonshard.serving.config.cluster_key import cluster_key
 from moonshard.serving.config.keys import (
     Config,
+    ConfigError,
     WorkerRole,
     command_of,
     processes_of,
