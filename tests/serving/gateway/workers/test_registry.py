@@ -27,6 +27,7 @@ from tests.serving.gateway.workers.registering import NOBODY, REGISTER, announce
 
 GOODBYE = link_pb2.WorkerNotice(goodbye=link_pb2.Goodbye())
 RENEWAL = link_pb2.WorkerNotice(renewal=link_pb2.Renewal())
+SOON_S = 5.0  # some tens of milliseconds, and the noise of a machine that has other things to do
 
 
 def a_worker(number: int = 1) -> FakeWorker:
@@ -67,14 +68,14 @@ def assert_nothing_known(pool: LinkPool) -> None:
     assert not pool.knowledge._heard
 
 
-async def test_who_registers_serves_within_a_second_and_who_says_goodbye_is_forgotten():
+async def test_who_registers_serves_soon_and_who_says_goodbye_is_forgotten():
     worker = a_worker()
     async with registry_over() as (pool, registry), fake_worker.serving(worker) as port:
         assert "none has registered" in str(pool.unavailable())
         begun_s = time.monotonic()
         async with registered(registry, worker, port) as call:
             await pool.wait_ready()
-            assert time.monotonic() - begun_s < 1.0
+            assert time.monotonic() - begun_s < SOON_S
             assert pool.worker_states() == {f"127.0.0.1:{port}": "ready"}
             session = pool.session_at(f"127.0.0.1:{port}")
             assert session is not None
@@ -138,7 +139,7 @@ async def test_a_worker_that_comes_back_at_its_address_is_called_at_once(monkeyp
             begun_s = time.monotonic()
             async with registered(registry, new, port):
                 await pool.wait_ready()
-            assert time.monotonic() - begun_s < 1.0
+            assert time.monotonic() - begun_s < SOON_S
             assert pool.links == (link,)
             assert link.num_restarts == 1
 
