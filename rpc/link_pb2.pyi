@@ -27,6 +27,38 @@ HANDOFF_CAUSE_PREFILL_GONE: HandoffCause
 HANDOFF_CAUSE_DECODE_GONE: HandoffCause
 HANDOFF_CAUSE_CANCELLED: HandoffCause
 
+class WorkerNotice(_message.Message):
+    __slots__ = ("announcement", "renewal", "goodbye")
+    ANNOUNCEMENT_FIELD_NUMBER: _ClassVar[int]
+    RENEWAL_FIELD_NUMBER: _ClassVar[int]
+    GOODBYE_FIELD_NUMBER: _ClassVar[int]
+    announcement: Announcement
+    renewal: Renewal
+    goodbye: Goodbye
+    def __init__(self, announcement: _Optional[_Union[Announcement, _Mapping]] = ..., renewal: _Optional[_Union[Renewal, _Mapping]] = ..., goodbye: _Optional[_Union[Goodbye, _Mapping]] = ...) -> None: ...
+
+class Announcement(_message.Message):
+    __slots__ = ("address", "welcome")
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    WELCOME_FIELD_NUMBER: _ClassVar[int]
+    address: str
+    welcome: Welcome
+    def __init__(self, address: _Optional[str] = ..., welcome: _Optional[_Union[Welcome, _Mapping]] = ...) -> None: ...
+
+class Renewal(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class Goodbye(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class Lease(_message.Message):
+    __slots__ = ("lease_s",)
+    LEASE_S_FIELD_NUMBER: _ClassVar[int]
+    lease_s: float
+    def __init__(self, lease_s: _Optional[float] = ...) -> None: ...
+
 class KvWrite(_message.Message):
     __slots__ = ("session", "address", "data")
     SESSION_FIELD_NUMBER: _ClassVar[int]

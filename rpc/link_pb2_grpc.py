@@ -146,6 +146,84 @@ class Worker:
             _registered_method=True)
 
 
+class RegistryStub:
+    """How a gateway learns of workers that nobody has listed (gateway.registry = "grpc"). It listens at a port of its own.
+    """
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.Register = channel.stream_stream(
+                '/moonshard.v1.Registry/Register',
+                request_serializer=moonshard_dot_rpc_dot_link__pb2.WorkerNotice.SerializeToString,
+                response_deserializer=moonshard_dot_rpc_dot_link__pb2.Lease.FromString,
+                _registered_method=True)
+
+
+class RegistryServicer:
+    """How a gateway learns of workers that nobody has listed (gateway.registry = "grpc"). It listens at a port of its own.
+    """
+
+    def Register(self, request_iterator, context):
+        """The worker speaks first (Announcement); the gateway answers with a Lease, which the worker renews, or ends the stream:
+        FAILED_PRECONDITION naming what does not fit, RESOURCE_EXHAUSTED without room. From then on the gateway keeps a Link to
+        the announced address until Goodbye or the lease's end; a stream that breaks off changes nothing.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_RegistryServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'Register': grpc.stream_stream_rpc_method_handler(
+                    servicer.Register,
+                    request_deserializer=moonshard_dot_rpc_dot_link__pb2.WorkerNotice.FromString,
+                    response_serializer=moonshard_dot_rpc_dot_link__pb2.Lease.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'moonshard.v1.Registry', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('moonshard.v1.Registry', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class Registry:
+    """How a gateway learns of workers that nobody has listed (gateway.registry = "grpc"). It listens at a port of its own.
+    """
+
+    @staticmethod
+    def Register(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/moonshard.v1.Registry/Register',
+            moonshard_dot_rpc_dot_link__pb2.WorkerNotice.SerializeToString,
+            moonshard_dot_rpc_dot_link__pb2.Lease.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+
 class KvStreamStub:
     """The KV plane of `transport = "grpc"`: bytes into the landing slab of a decode worker, in place of Mooncake's.
     """

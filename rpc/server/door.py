@@ -31,6 +31,7 @@ from moonshard.rpc.link import PROTOCOL_VERSION
 from moonshard.rpc.server.deferred_request import next_message, parsed
 from moonshard.rpc.server.open_services import PATHS as OPEN_SERVICES
 from moonshard.rpc.server.receive_limiter import ReceiveLimiter
+from moonshard.rpc.server.seldom import Seldom
 from moonshard.rpc.status import (
     FailedPrecondition,
     RequestError,
@@ -45,7 +46,6 @@ TIMEOUT_S = 10.0  # for a peer to prove itself
 MAX_UNPROVED = 16  # calls whose callers may take that long, since each may hold a whole message; of more, the oldest
 HURRIED_TIMEOUT_S = 0.1  # have only this: who has the key proves it in milliseconds
 STATUS_TIMEOUT_S = 1.0  # for a call that broke off to say why
-MAX_LOGGED = 256  # peers and reasons
 MAX_DIGITS = 10
 
 _VERSION, _PORT = "moonshard-protocol-version", "moonshard-port"
@@ -227,7 +227,7 @@ class Door(grpc.aio.ServerInterceptor):
         self._key = key
         self._port = port
         self._has_tls = has_tls
-        self._logged: set[tuple[str, str]] = set()
+        self._seldom = Seldom()
         self._limiter = ReceiveLimiter(MAX_UNPROVED, timeout_s=TIMEOUT_S, hurried_timeout_s=HURRIED_TIMEOUT_S)
 
     async def intercept_service(
@@ -259,7 +259,7 @@ class Door(grpc.aio.ServerInterceptor):
         try:
             await self._challenge(method, frames, context)
         except RequestError as error:
-            self._log(context, error)
+            self._log(context, error.message)
             await abort(context, error)
 
     async def _challenge(self, method: str, frames: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> None:
@@ -293,18 +293,14 @@ class Door(grpc.aio.ServerInterceptor):
     async def _refuse(self, request: object, context: grpc.aio.ServicerContext) -> None:
         del request
         error = Unauthenticated("a call without a stream of requests proves nothing, and is not answered")
-        self._log(context, error)
+        self._log(context, error.message)
         await abort(context, error)
 
-    def _log(self, context: grpc.aio.ServicerContext, error: RequestError) -> None:
-        """Logs once for each peer and reason, since a peer may try as often as it likes. All ports of a host are one
-        peer.
-        """
+    def _log(self, context: grpc.aio.ServicerContext, message: str) -> None:
+        """Logs each peer and reason once a minute. All ports of a host are one peer."""
         peer = str(context.peer()).rpartition(":")[0]
-        told = (peer, error.message)
-        if told not in self._logged and len(self._logged) < MAX_LOGGED:
-            self._logged.add(told)
-            logger.warning("a caller at %s is turned away: %s", peer, error.message)
+        if self._seldom.may_say(peer, message):
+            logger.warning("a caller at %s is turned away: %s", peer, message)
 
 
 async def _parsed(frames: AsyncIterator[bytes], parse: Callable[[bytes], Any]) -> AsyncIterator[Any]:

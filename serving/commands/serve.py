@@ -21,6 +21,7 @@ from moonshard.serving.commands.options import Configured, optional_argument
 from moonshard.serving.config.cluster_key import cluster_key
 from moonshard.serving.config.keys import (
     Config,
+    ConfigError,
     WorkerRole,
     command_of,
     processes_of,
@@ -28,7 +29,7 @@ from moonshard.serving.config.keys import (
     with_worker_at,
 )
 from moonshard.serving.config.kv_ports import store_ports
-from moonshard.serving.config.loopback import LOOPBACK
+from moonshard.serving.config.loopback import LOOPBACK, is_loopback
 from moonshard.serving.config.reading import as_overrides, toml_value
 from moonshard.serving.config.tenants import load_tenants
 from moonshard.serving.deploy.limits import limits_of
@@ -108,7 +109,8 @@ class ChildCommands:
 
     def __init__(self, config: Config):
         self._has_own_store = config.kv.store.is_shared and config.kv.store.client is None
-        self.config = _with_store_here(config) if self._has_own_store else config
+        config = _with_store_here(config) if self._has_own_store else config
+        self.config = _with_registry_here(config) if config.gateway.registry == "grpc" else config
 
     @property
     def beside(self) -> dict[str, Command]:
@@ -148,7 +150,8 @@ class ChildCommands:
         return [*_argv(command_of(role), here), "--member", str(index), "--leader", leader]
 
     def gateway(self, workers: Sequence[str], previous: Mapping[str, object] | None) -> list[str]:
-        gateway = replace(self.config.gateway, workers=tuple(workers))
+        listed = () if self.config.gateway.registry == "grpc" else tuple(workers)
+        gateway = replace(self.config.gateway, workers=listed)
         if previous:
             gateway = replace(gateway, port=_port(previous["http"]), grpc_port=_port(previous["grpc"]))
         return _argv("gateway", replace(self.config, gateway=gateway))
@@ -164,6 +167,27 @@ def _with_store_here(config: Config) -> Config:
     [port, *_] = store_ports(config) or free_ports(1)
     client = host_port(config.kv.host or LOOPBACK, port)
     return replace(config, kv=replace(config.kv, store=replace(config.kv.store, client=client)))
+
+
+def _with_registry_here(config: Config) -> Config:
+    """Workers register with the gateway of `serve`, at a port that they know before it is started."""
+    gateway = config.gateway
+    is_everywhere = gateway.registry_host in ("0.0.0.0", "::")
+    if not is_everywhere and not is_loopback(gateway.registry_host):
+        at = gateway.registry_host
+        raise ConfigError(
+            [f"gateway.registry_host: the workers of `serve` are at {LOOPBACK} and not at {at}; set 0.0.0.0"]
+        )
+    try:
+        port = gateway.registry_port or free_ports(1)[0]
+    except OSError as error:
+        raise ConfigError([f"gateway.registry_port: {error}"]) from error
+    host = LOOPBACK if is_everywhere else gateway.registry_host
+    return replace(
+        config,
+        gateway=replace(gateway, registry_port=port),
+        worker=replace(config.worker, gateways=(host_port(host, port),)),
+    )
 
 
 def _port(address: object) -> int:

@@ -8,6 +8,7 @@ import re
 from collections import Counter
 from urllib.parse import urlsplit
 
+from moonshard.rpc.addresses import is_address
 from moonshard.serving.config.keys import (
     MAX_DEVICES,
     Config,
@@ -115,7 +116,7 @@ def _store_faults(kv: KvConfig) -> list[str]:
     malformed = [
         f"kv.store.{key}: expected host:port, got {address!r}"
         for key, address in (("master", store.master), ("client", store.client))
-        if address is not None and not _is_address(address)
+        if address is not None and not is_address(address)
     ]
     if store.is_shared and not malformed:
         faults += _machines_faults(kv)
@@ -137,11 +138,29 @@ def _machines_faults(kv: KvConfig) -> list[str]:
 
 def _address_faults(config: Config) -> list[str]:
     gateway = config.gateway
-    faults = [f"gateway.workers: expected host:port, got {w!r}" for w in gateway.workers if not _is_address(w)]
+    faults = [f"gateway.workers: expected host:port, got {w!r}" for w in gateway.workers if not is_address(w)]
     faults += [f"gateway.workers: {w!r} is named twice" for w, times in Counter(gateway.workers).items() if times > 1]
-    faults += _browser_faults(gateway)
+    faults += [*_browser_faults(gateway), *_registry_faults(config)]
     if gateway.port == gateway.grpc_port != 0:
         faults.append(f"gateway.grpc_port: {gateway.grpc_port} is gateway.port too; HTTP and gRPC need one each")
+    return faults
+
+
+def _registry_faults(config: Config) -> list[str]:
+    gateway, worker = config.gateway, config.worker
+    faults = [f"worker.gateways: expected host:port, got {g!r}" for g in worker.gateways if not is_address(g)]
+    faults += [f"worker.gateways: {g!r} is named twice" for g, times in Counter(worker.gateways).items() if times > 1]
+    if gateway.registry == "grpc":
+        if gateway.workers:
+            faults.append('gateway.workers: with gateway.registry = "grpc" workers name themselves; leave it empty')
+        if gateway.registry_port in (gateway.port, gateway.grpc_port) and gateway.registry_port:
+            faults.append(f"gateway.registry_port: {gateway.registry_port} is the port of a front too; take another")
+    named = [g for g in worker.gateways if is_address(g)]
+    elsewhere = [g for g in named if not is_loopback(g.rpartition(":")[0].strip("[]"))]
+    if worker.gateways and worker.host in ("0.0.0.0", "::"):
+        faults.append(f"worker.host: gateways reach no worker at {worker.host}; name the address of this machine")
+    elif elsewhere and is_loopback(worker.host):
+        faults.append(f"worker.host: {elsewhere[0]} may be another machine, which reaches no worker at {worker.host}")
     return faults
 
 
@@ -239,7 +258,7 @@ def _handoff_faults(config: Config) -> list[str]:
 
 
 def _port_faults(config: Config) -> list[str]:
-    if config.kv.store.client is not None and not _is_address(config.kv.store.client):
+    if config.kv.store.client is not None and not is_address(config.kv.store.client):
         return []  # which is told by its key
     return [fault for fault in (too_few_ports(config), store_port_fault(config)) if fault is not None]
 
@@ -285,11 +304,4 @@ def _beyond_loopback(config: Config) -> tuple[str, str] | None:
 
 def _host_of(address: str | None) -> str | None:
     """None also where it is no address, which is a fault of its own."""
-    return None if address is None or not _is_address(address) else address.rpartition(":")[0]
-
-
-def _is_address(text: str) -> bool:
-    """Whether it is host:port; a URL is none."""
-    host, _, port = text.rpartition(":")
-    is_host = bool(host) and not set(host) & set("/@?# ")
-    return is_host and port.isascii() and port.isdigit() and 0 < int(port) <= 65_535
+    return None if address is None or not is_address(address) else address.rpartition(":")[0]

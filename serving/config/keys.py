@@ -72,6 +72,9 @@ class GatewayConfig:
     port: Port = 8000  # HTTP; 0: any free one
     grpc_port: Port = 50051  # gRPC; likewise
     workers: tuple[Text, ...] = ()  # host:port; empty: one of each role, at worker.host. `serve` starts its own
+    registry: Literal["list", "grpc"] = "list"  # who the workers are: those of `workers`, or those that register here
+    registry_host: Text = "127.0.0.1"  # of grpc: where workers register. Not `host`: clients have no business there
+    registry_port: Port = 50052  # likewise
     keys: Path | None = None  # a file that names tenants by the hashes of their keys; none: one tenant, without a key
     tenant_tokens_per_minute: Large | None = None  # of prompts and completions; none: as many as it likes
     ledger: Path | None = None  # a row for each request that was sent is appended to it; none: no account is kept
@@ -88,7 +91,7 @@ class GatewayConfig:
     queue_timeout_s: Seconds = 30.0  # a request whose prompt has waited longer is refused
     drain_timeout_s: Seconds = 20.0  # how long running requests may take to finish after SIGTERM
     unknown_fields: Literal["warn", "refuse"] = "warn"  # fields of a body that nothing here knows: named, or refused
-    worker_silence_s: Seconds = 10.0  # a worker from which nothing came for so long is treated as gone
+    worker_silence_s: Seconds = 10.0  # a worker from which nothing came for so long is gone: its lease, too
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -129,6 +132,9 @@ class WorkerConfig:
 
     host: Text = "127.0.0.1"  # of a worker of any role
     port: Port = 50061  # of an aggregated one
+    # host:port of the registries of gateways, with which a worker of any role registers: of a name, all its addresses,
+    # which are looked up again and again; empty: gateways are told of it
+    gateways: tuple[Text, ...] = ()
     # which programs are there before a worker is ready: those without which nothing is served, while those of smaller
     # steps are made behind as they are asked for; what a first short request needs too; or all, so that no step that is
     # measured takes a larger one's

@@ -52,8 +52,8 @@ def made_of(config: Config, role: WorkerRole) -> dict[str, str]:
 
 
 def _shared(config: Config) -> Config:
-    """Without what says only where a process is."""
-    worker = replace(config.worker, host="", port=0)
+    """Without what says only where a process is, and to whom its leader tells that."""
+    worker = replace(config.worker, host="", port=0, gateways=())
     prefill, decode = replace(config.prefill, port=0), replace(config.decode, port=0)
     return replace(config, worker=worker, prefill=prefill, decode=decode)
 

@@ -24,7 +24,7 @@ from moonshard.serving.config.cluster_key import ClusterKey, cluster_key
 from moonshard.serving.config.keys import Config, ConfigError, GatewayConfig
 from moonshard.serving.config.loopback import is_loopback
 from moonshard.serving.config.tenants import Salts, load_tenants
-from moonshard.serving.config.tls import link_credentials
+from moonshard.serving.config.tls import link_credentials, server_tls
 from moonshard.serving.deploy.heap import keep_for_life, unmap_large_blocks_once_freed
 from moonshard.serving.deploy.life import Life, stop_signals
 from moonshard.serving.deploy.startup import ProcessStart
@@ -59,6 +59,7 @@ from moonshard.serving.gateway.responses.stored import StoredResponses
 from moonshard.serving.gateway.workers.dispatching import dispatcher_of
 from moonshard.serving.gateway.workers.knowledge import Knowledge
 from moonshard.serving.gateway.workers.pool import LinkPool, PoolEvents
+from moonshard.serving.gateway.workers.registry import Registry, registry_server, serving_registry
 from moonshard.serving.observe.rows.recorder import Recorder, recording
 from moonshard.serving.observe.rows.schema import REQUESTS, STARTS, TOKENS
 from moonshard.serving.observe.spans.export import SpanExport, exporting
@@ -74,6 +75,7 @@ class RunningGateway:
     grpc_server: BoundServer
     http: str  # base URL
     grpc: str  # host:port
+    registry: str | None  # host:port; None: workers are listed
     recorder: Recorder | None
 
 
@@ -136,7 +138,8 @@ async def run_gateway(config: Config, *, status: Status, start: ProcessStart) ->
         start.timings.note("fronts", opening_s)
         with stop_signals() as stop:
             keep_for_life()
-            status("listening", {"http": running.http, "grpc": running.grpc})
+            registry = {} if running.registry is None else {"registry": running.registry}
+            status("listening", {"http": running.http, "grpc": running.grpc, **registry})
             drain_timeout_s = config.gateway.drain_timeout_s
             life = Life(role="gateway", status=status, start=start, stop=stop, drain_timeout_s=drain_timeout_s)
             served = ServedGateway(running, start.timings, start.timings.now_s)
@@ -212,6 +215,7 @@ async def _serving(
     grpc_server = grpc_front(config.gateway, gateway, intake, tenants)
     async with (
         pool.running(),
+        _registry(config, key, pool) as registry,
         running_batches(batches),
         serving_grpc(grpc_server),
         serving_http(config.gateway, front.app, listener),
@@ -221,6 +225,7 @@ async def _serving(
             grpc_server=grpc_server,
             http=f"http://{_http_address(config, listener)}",
             grpc=host_port(config.gateway.host, grpc_server.port),
+            registry=registry,
             recorder=recorder,
         )
 
@@ -240,7 +245,25 @@ def _http_address(config: Config, listener: socket.socket) -> str:
 
 
 def worker_addresses(config: Config) -> tuple[str, ...]:
+    """Where workers are looked for from the first."""
+    if config.gateway.registry == "grpc":
+        return ()
     return config.gateway.workers or default_worker_addresses(config)
+
+
+@contextlib.asynccontextmanager
+async def _registry(config: Config, key: ClusterKey, pool: LinkPool) -> AsyncIterator[str | None]:
+    """Where workers may register inside the block; None where they are listed."""
+    gateway = config.gateway
+    if gateway.registry == "list":
+        yield None
+        return
+    registry = Registry(pool, lease_s=gateway.worker_silence_s)
+    server = registry_server(
+        registry, host=gateway.registry_host, port=gateway.registry_port, key=key.proofs, tls=server_tls(config)
+    )
+    async with serving_registry(registry, server):
+        yield host_port(gateway.registry_host, server.port)
 
 
 def _intake(config: GatewayConfig, gateway: Gateway) -> Intake:
@@ -260,10 +283,11 @@ def _intake(config: GatewayConfig, gateway: Gateway) -> Intake:
 def _link_pool(
     config: Config, key: ClusterKey, metrics: GatewayMetrics, knowledge: Knowledge, handoffs: Handoffs
 ) -> LinkPool:
+    observer = StepObserver(metrics)
     pool = LinkPool(
         worker_addresses(config),
         knowledge,
-        PoolEvents(on_load=StepObserver(metrics), on_handoff=handoffs.receive, on_lost=handoffs.lost),
+        PoolEvents(on_load=observer, on_handoff=handoffs.receive, on_lost=handoffs.lost, on_removed=observer.removed),
         silence_s=config.gateway.worker_silence_s,
         key=key.proofs,
         credentials=link_credentials(config),

@@ -56,12 +56,14 @@ class Links:
         self._new_feed = new_feed
         self._open: dict[Link, _Open] = {}
         self._refusal: str | None = None  # the last one
+        self.were_there = False  # at any time
 
     def __iter__(self) -> Iterator[Link]:
         return iter(self._open)
 
     def open(self, link: Link) -> None:
         self._open[link] = _Open(self._new_feed())
+        self.were_there = True
 
     def close(self, link: Link) -> None:
         self._open.pop(link, None)

@@ -18,11 +18,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from moonshard.kv.listening import listening_ports
+from moonshard.rpc import link_pb2
 from moonshard.rpc.addresses import host_port
 from moonshard.rpc.server.server import BoundServer, build_server
 from moonshard.serving.config.cluster_key import cluster_key
 from moonshard.serving.config.keys import Config, ConfigError, WorkerRole, port_of, processes_of
-from moonshard.serving.config.tls import server_tls
+from moonshard.serving.config.tls import link_credentials, server_tls
 from moonshard.serving.deploy.heap import importing, keep_for_life, share_one_arena
 from moonshard.serving.deploy.life import FAILED_EXIT_CODE, Life, stop_signals
 from moonshard.serving.deploy.startup import STARTUP_EXIT_CODE, ProcessStart
@@ -36,6 +37,8 @@ from moonshard.serving.observe.spans.export import exporting
 from moonshard.serving.store.ports import free_ports
 from moonshard.serving.transfer.transports import KvTransports
 from moonshard.serving.worker.link_service import SERVICE, LinkServicer
+from moonshard.serving.worker.registration.announcer import Credentials
+from moonshard.serving.worker.registration.registrar import Registrar, registered
 
 if TYPE_CHECKING:  # what needs jax is imported once the port is open
     from moonshard.serving.engine.loading.model import LoadedModel
@@ -107,7 +110,31 @@ async def _run(config: Config, role: WorkerRole, life: Life) -> int:
             ready.set_result(worker)
             openness = functools.partial(_openness, config, role, server.port)
             served = ServedWorker(worker, server, drain_timeout_s=life.drain_timeout_s, openness=openness, gang=gang)
-            return await life.live(served, name=address, recorder=recorder)
+            async with known_to_gateways(config, key, address, worker, life.stop):
+                return await life.live(served, name=address, recorder=recorder)
+
+
+@contextlib.asynccontextmanager
+async def known_to_gateways(
+    config: Config, key: bytes, address: str, worker: "Worker", stop: asyncio.Event
+) -> AsyncIterator[None]:
+    """The worker is ready: the gateways of `worker.gateways` know of it inside the block.
+
+    ConfigError, once `stop` has ended the block, where they reach another process at this one's address.
+    """
+    faults = list[str]()
+
+    def taken(told: str) -> None:
+        if not worker.was_reached:  # else it is where it says, and that gateway is led astray
+            faults.append(f"worker.host: {told}; give each worker an address of its own")
+            stop.set()
+
+    announced = link_pb2.Announcement(address=address, welcome=worker.welcome())
+    credentials = Credentials(key=key, tls=link_credentials(config))
+    async with registered(Registrar(config.worker.gateways, announced, credentials, taken)):
+        yield
+    if faults:
+        raise ConfigError(faults[:1])
 
 
 async def _end_with(gang: Gang, life: Life) -> None:

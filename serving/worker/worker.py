@@ -213,6 +213,11 @@ class Worker:
 
     # ---- what others may know
 
+    @property
+    def was_reached(self) -> bool:
+        """Whether a gateway has ever had a link here."""
+        return self._links.were_there
+
     def welcome(self) -> link_pb2.Welcome:
         return welcome_message(self._model, role=self.role.name, epoch=self.epoch, endpoint=self.role.endpoint)
 

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -262,15 +262,16 @@ def running_fleet(
         assert wait_until(fleet._is_linked, READY_TIMEOUT_S), fleet.logs()
         yield fleet
     finally:
-        _end(fleet)
+        end_processes(fleet.processes)
 
 
-def _end(fleet: Fleet) -> None:
-    for process in fleet.processes:
+def end_processes(processes: Sequence[Process]) -> None:
+    """Kills what runs, and waits for it."""
+    for process in processes:
         if process.is_alive:
             with suppress(ProcessLookupError):
                 os.kill(process.running.pid, signal.SIGKILL)
-    for process in fleet.processes:
+    for process in processes:
         if process.popen is not None:
             process.popen.wait(EXIT_TIMEOUT_S)
 

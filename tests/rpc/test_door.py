@@ -11,7 +11,7 @@ import grpc
 import pytest
 
 from moonshard.rpc import link_pb2, link_pb2_grpc
-from moonshard.rpc.server import door
+from moonshard.rpc.server import door, seldom
 from moonshard.rpc.server.door import Knock, ServerUnproved, call_once, open_stream
 from moonshard.rpc.server.server import BoundServer, build_server
 from moonshard.rpc.status import InvalidArgument
@@ -276,7 +276,20 @@ async def test_a_frame_that_is_no_message_is_an_invalid_argument():
         assert inside.error.field == "message"
 
 
-async def test_a_peer_is_logged_once_for_each_reason(caplog: pytest.LogCaptureFixture):
+async def test_a_caller_that_hangs_up_as_it_has_another_key_is_told_of_in_the_servers_log(
+    caplog: pytest.LogCaptureFixture,
+):
+    async with serving() as (inside, server, channel):
+        with pytest.raises(ServerUnproved):
+            await open_stream(channel, LINK, OTHER_KEY, server.port, link_pb2.WorkerMessage.FromString)
+        while "the proof of the cluster's key (cluster.key_file) is wrong" not in caplog.text:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)  # what is logged has no event
+        assert inside.num_calls == 0
+
+
+async def test_a_peer_is_logged_once_a_minute_for_each_reason(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+):
     with caplog.at_level(logging.WARNING, "moonshard.rpc.server.door"):
         async with serving() as (_, server, channel):
             for _ in range(5):
@@ -284,6 +297,9 @@ async def test_a_peer_is_logged_once_for_each_reason(caplog: pytest.LogCaptureFi
                 call = raw(channel, Knock(OTHER_KEY, LINK, server.port).metadata)
                 await call.write(secrets.token_bytes(32))
                 assert await refusal(call) is UNAUTHENTICATED
-    told = [record.getMessage() for record in caplog.records]
-    assert len(told) == 2
-    assert all("127.0.0.1 is turned away" in text for text in told)
+            told = [record.getMessage() for record in caplog.records]
+            assert len(told) == 2
+            assert all("127.0.0.1 is turned away" in text for text in told)
+            monkeypatch.setattr(seldom, "PERIOD_S", 0.0)  # a minute later
+            assert await refusal(raw(channel, ())) is UNAUTHENTICATED
+            assert len(caplog.records) == 3

@@ -12,6 +12,8 @@ def check_ports_are_free(config: Config) -> None:
     """ConfigError for a port of the gateway's that another process listens on."""
     gateway = config.gateway
     _check(gateway.host, {"gateway.port": gateway.port, "gateway.grpc_port": gateway.grpc_port})
+    if gateway.registry == "grpc":
+        _check(gateway.registry_host, {"gateway.registry_port": gateway.registry_port})
 
 
 def check_worker_port_is_free(config: Config, role: WorkerRole) -> None:

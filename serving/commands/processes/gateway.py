@@ -9,7 +9,7 @@ from moonshard.serving.deploy.timings import Timings
 
 
 def gateway(options: Configured, status_fd: StatusFd = None) -> int:
-    """Run only the gateway: OpenAI's HTTP API and gRPC in front of the workers at gateway.workers."""
+    """Run only the gateway: OpenAI's HTTP API and gRPC before workers that are listed or that register."""
     timings = Timings()
     timings.note("interpreter", 0.0)
     with timings.phase("configuration"):
@@ -26,7 +26,11 @@ def _load() -> RunProcess:
         try:
             return await run_gateway(config, status=status, start=start)
         except PortInUse as error:
-            key = "gateway.grpc_port" if error.port == config.gateway.grpc_port else "gateway.port"
+            ports = {
+                "gateway.grpc_port": config.gateway.grpc_port,
+                "gateway.registry_port": config.gateway.registry_port,
+            }
+            key = next((key for key, port in ports.items() if port == error.port), "gateway.port")
             raise ConfigError([f"{key}: {error}"]) from error
 
     return run

@@ -79,8 +79,26 @@ class Dispatcher:
         self._place = PrefillPlace(rules.prefill)
         self._bound = TtftBound(rules.ttft_slo_s)
         self._epochs: dict[str, int] = {}  # by address: of the last process there
+        self._leaving: set[str] = set()  # addresses to be forgotten once no attempt is left there
 
     # ---- which workers are there
+
+    def expect(self, address: str) -> None:
+        """A worker may come there: one that is not there at first, or comes back after `forget`."""
+        self._leaving.discard(address)
+        self.fleet.expect(address)
+
+    def forget(self, address: str) -> None:
+        """No worker will come there: nothing is kept of it once the attempts there have ended. It was lost before."""
+        self.fleet.forget(address)
+        self._leaving.add(address)
+        self._forget_left()
+
+    def _forget_left(self) -> None:
+        for address in [address for address in self._leaving if self.router.forget(address)]:
+            self._leaving.remove(address)
+            self._epochs.pop(address, None)
+            self.forecast.forget(address)
 
     def join(self, member: Member) -> None:
         """A worker that fits has come. If its process is another than the last one there, affinity keys pinned to that
@@ -174,6 +192,8 @@ class Dispatcher:
         """An attempt is over, however it ended. Call it once for each attempt."""
         self.prefill_over(attempt)
         self.router.release(attempt.decode.reservation)
+        if self._leaving:
+            self._forget_left()
 
     def least_ttft_s(self, now_s: float) -> float | None:
         """The predicted TTFT of the shortest prompt on the worker that is soonest, as of a moment ago; None while

@@ -8,7 +8,7 @@ longer prompt goes on does not matter to how many there are. Bounded.
 """
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 MAX_CONVERSATIONS = 100_000
@@ -73,6 +73,11 @@ class Conversations:
         if place is not None:
             self._pop(turn.key, place)
         return place is not None
+
+    def forget(self, homes: Collection[int]) -> None:
+        """These homes are no more: neither are the turns there. Takes a look at every turn."""
+        for turn in [turn for turns in self._turns.values() for turn in turns if turn.home in homes]:
+            self.drop(turn)
 
     def _pop(self, key: bytes, place: int) -> LastTurn:
         turns = self._turns[key]

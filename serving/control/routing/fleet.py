@@ -70,6 +70,7 @@ class Fleet:
 
     def __init__(self, addresses: Iterable[str]) -> None:
         self._order = {address: number for number, address in enumerate(addresses)}
+        self._next_place = len(self._order)
         self.limits: ModelLimits | None = None  # while no worker is there
         self._members: dict[str, Member] = {}  # by address
         self._loads: dict[str, MemberLoad] = {}  # likewise
@@ -91,6 +92,16 @@ class Fleet:
         """The block size of the workers that are there; 1 where there is none."""
         return 1 if self.limits is None else self.limits.block_size
 
+    def expect(self, address: str) -> None:
+        """A worker may come there too; it stands behind those that were expected before."""
+        if address not in self._order:
+            self._order[address] = self._next_place
+            self._next_place += 1
+
+    def forget(self, address: str) -> None:
+        """No worker will come there. None is there."""
+        self._order.pop(address, None)
+
     def misfit(self, member: Member) -> Misfit | None:
         """Why a worker may not join; None where it may. One process at two addresses would be two workers to requests,
         but one to a handoff.
@@ -103,7 +114,8 @@ class Fleet:
             found, wanted = getattr(member, name), getattr(self.limits, name)
             if found != wanted:
                 return Misfit(name, f"not routed to, {name} is {found!r} where the other workers have {wanted!r}")
-        if (double := self._by_epoch.get(member.epoch)) is not None:
+        double = self._by_epoch.get(member.epoch)
+        if double is not None and double.address != member.address:
             return Misfit("epoch", f"not routed to, the same process as at {double.address}")
         return None
 

@@ -26,17 +26,28 @@ class Loads:
         self.last_choice = _column(NEVER)  # in decisions
         self.decayed_s = 0.0  # when that was
         self._num_homes = 0
+        self._free: list[int] = []  # numbers of homes that are no more
 
     def __len__(self) -> int:
+        """One more than the largest number of a home, ever."""
         return self._num_homes
 
     def append(self) -> int:
         """Adds a home that has nothing to do yet; returns its number."""
+        if self._free:
+            return self._free.pop()
         number = self._num_homes
         if number == len(self.in_flight):
             self._grow()
         self._num_homes += 1
         return number
+
+    def free(self, number: int) -> None:
+        """The home is no more: another one is given its number."""
+        for column in (self.in_flight, self.unseen, self.total, self.recent, self.conversations):
+            column[number] = 0
+        self.reported[number], self.last_choice[number] = SILENT, NEVER
+        self._free.append(number)
 
     def decay(self, now_s: float) -> None:
         """Lets what was given lately count less as time goes on. A clock that goes back changes nothing."""

@@ -8,6 +8,7 @@ through as many objects of a class again and again. Whether a pin is followed is
 
 import hashlib
 from collections import Counter, OrderedDict
+from collections.abc import Collection
 
 TTL_S = 600.0
 MAX_PINS = 100_000
@@ -54,6 +55,13 @@ class Pins:
     def end(self, home: int) -> None:
         """The process at this home has ended: all pins to it are removed."""
         self._num_ended[home] += 1
+
+    def forget(self, homes: Collection[int]) -> None:
+        """These homes are no more, and others may be given their numbers. Takes a look at every pin."""
+        for key in [key for key, (home, *_) in self._pins.items() if home in homes]:
+            del self._pins[key]
+        for home in homes:
+            self._num_ended.pop(home, None)
 
     def drop(self, key: bytes, home: int) -> None:
         """Removes a pin whose request came to nothing there."""

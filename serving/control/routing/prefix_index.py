@@ -48,6 +48,7 @@ class PrefixIndex:
     def purge(self, home: int) -> None:
         for name in tuple(self._names.get(home, ())):
             self.remove(home, name)
+        self._names.pop(home, None)
 
     def known(self, home: int) -> frozenset[BlockName]:
         return frozenset(self._names.get(home, ()))

@@ -11,7 +11,7 @@ The caller names the homes to choose among, so roles are not known here. How one
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -22,6 +22,7 @@ from moonshard.serving.control.routing.names import QUEUE_WEIGHT
 from moonshard.serving.control.routing.pins import Pins
 from moonshard.serving.control.routing.policies import Candidates, Policy, least_tokens
 from moonshard.serving.control.routing.prefix_index import BlockName, PrefixIndex
+from moonshard.serving.control.routing.rendezvous import Rendezvous
 from moonshard.serving.control.routing.slower import Slower
 
 MAX_FLEETS = 8  # tuples of homes whose numbers are remembered
@@ -81,6 +82,7 @@ class Router:
         self._queue_weight = queue_weight
         self._pins = Pins() if pins is None else pins
         self._loads = Loads()
+        self._rendezvous = Rendezvous()
         self._conversations = (Conversations(), Conversations())  # of legs that decode, and of those that prefill
         self._numbers: dict[Home, int] = {}
         self._of_worker: dict[str, list[int]] = {}  # the numbers of its partitions
@@ -97,6 +99,7 @@ class Router:
         number = self._numbers.get(home)
         if number is None:
             number = self._numbers[home] = self._loads.append()
+            self._rendezvous.place(number, home.worker, home.partition)
             self._of_worker.setdefault(home.worker, []).append(number)
         return number
 
@@ -111,7 +114,7 @@ class Router:
         known, left = self._known_tokens(numbers, ask)
         pinned = None if ask.affinity_key is None else self._last_home(ask.affinity_key, now_s)
         turn_before = self._go_on(ask)
-        candidates = self._candidates(numbers, left, pinned, is_first_turn=turn_before is None)
+        candidates = self._candidates(numbers, left, pinned, ask.affinity_key, is_first_turn=turn_before is None)
         row = policy(candidates)
         number, num_known, num_left = int(numbers[row]), int(known[row]), int(left[row])
         reservation = Reservation(
@@ -139,12 +142,36 @@ class Router:
 
     def nothing_came(self, reservation: Reservation) -> None:
         """The reservation brought no output: the affinity key that was pinned, or was to be pinned, by it is not."""
-        if reservation.affinity_key is not None and reservation.affinity != "hit":
-            self._pins.drop(reservation.affinity_key, self.home_number(reservation.home))
+        number = self._numbers.get(reservation.home)
+        if reservation.affinity_key is not None and reservation.affinity != "hit" and number is not None:
+            self._pins.drop(reservation.affinity_key, number)
 
     def process_ended(self, home: Home) -> None:
         """The process of this home has ended: what was pinned there is pinned nowhere."""
-        self._pins.end(self.home_number(home))
+        if (number := self._numbers.get(home)) is not None:
+            self._pins.end(number)
+
+    def forget(self, worker: str) -> bool:
+        """No process will come there again: whatever is kept of its homes is dropped, and others get their numbers.
+
+        Does nothing, and says False, while reservations there are open. Takes a look at all pins and conversations.
+        """
+        if any(reservation.home.worker == worker for reservation in self._reservations.values()):
+            return False
+        gone = frozenset(self._of_worker.pop(worker, ()))
+        self._numbers = {home: number for home, number in self._numbers.items() if number not in gone}
+        self._fleets.clear()
+        self._pins.forget(gone)
+        self._below.forget(gone)
+        for conversations in self._conversations:
+            conversations.forget(gone)
+        for number, given in self._unsent.items():
+            if given.turn_before is not None and given.turn_before.home in gone:
+                self._unsent[number] = replace(given, turn_before=None)
+        for number in gone:
+            self.index.purge(number)
+            self._loads.free(number)
+        return True
 
     def seen(self, reservation: Reservation) -> None:
         """From the worker's next report on, that report counts this reservation itself."""
@@ -238,7 +265,7 @@ class Router:
         return np.minimum(known * ask.block_size, most), left
 
     def _candidates(
-        self, numbers: np.ndarray, left: np.ndarray, pinned: int | None, *, is_first_turn: bool
+        self, numbers: np.ndarray, left: np.ndarray, pinned: int | None, key: bytes | None, *, is_first_turn: bool
     ) -> Candidates:
         return Candidates(
             left_tokens=left,
@@ -248,6 +275,7 @@ class Router:
             total_tokens=self._loads.total[numbers],
             last_choice=self._loads.last_choice[numbers],
             pin=None if pinned is None else _row_of(pinned, numbers),
+            weights=None if key is None else self._rendezvous.weights(numbers, key),
             is_first_turn=is_first_turn,
             queue_weight=self._queue_weight,
         )

@@ -4,7 +4,7 @@ The prefix index knows what is in tiers under numbers of its own: for each worke
 of what it has seen in a tier that all workers read. What any worker has seen there, all can fetch that read it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 
@@ -26,6 +26,13 @@ class Slower:
         self._grow(max(*homes, own, shared) + 1)
         self._own[homes], self._shared[homes] = own, shared
         self._own_share[homes], self._shared_share[homes] = own_share, shared_share
+        self._shared_numbers = np.unique(self._shared[self._shared != NO_TIER])
+
+    def forget(self, numbers: Collection[int]) -> None:
+        """These numbers, of homes and of tiers, are no more."""
+        gone = [number for number in numbers if number < len(self._own)]
+        self._own[gone] = self._shared[gone] = NO_TIER
+        self._own_share[gone] = self._shared_share[gone] = 0
         self._shared_numbers = np.unique(self._shared[self._shared != NO_TIER])
 
     def saved(self, homes: np.ndarray, known: np.ndarray, known_at: np.ndarray) -> np.ndarray:

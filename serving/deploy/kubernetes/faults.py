@@ -17,6 +17,8 @@ _LABEL = re.compile(r"[a-z]([a-z0-9-]*[a-z0-9])?")  # RFC 1035, as names of Serv
 _EVERY_ADDRESS = (EVERYWHERE, "::")
 _FILLED_IN = {
     "gateway.workers": "they are those of the manifests",
+    "gateway.registry": "workers of manifests have names that stay, and gateways are told of them",
+    "worker.gateways": "gateways are told of workers, and not workers of gateways",
     "kv.host": "each pod has its own",
 }
 

@@ -271,10 +271,10 @@ class WorkerCollector(Collector):
             "Guessed tokens that were what the model drew, by their place among a row's guesses.",
             labels=(*LABELS, "position"),
         )
-        for index, link in enumerate(self._pool.links):
+        for link in self._pool.links:
             if link.role in PREFILL_ROLES:
                 continue
-            labels, load = (self._model_name, str(index)), _load_now(link)
+            labels, load = (self._model_name, str(self._pool.index_of(link.address))), _load_now(link)
             running.add_metric(labels, load.num_running)
             waiting.add_metric(labels, load.num_waiting)
             by_reason.add_metric((*labels, "capacity"), load.num_waiting)
@@ -298,6 +298,10 @@ class StepObserver:
     metrics: GatewayMetrics
     seen: dict[int, int] = field(default_factory=dict)  # by worker
     observed: dict[int, Histogram] = field(default_factory=dict)  # likewise: looked up once
+
+    def removed(self, worker_index: int) -> None:
+        """The index may be another worker's from now on, whose counters have nothing to do with this one's."""
+        self.seen.pop(worker_index, None)
 
     def __call__(self, worker_index: int, load: WorkerLoad) -> None:
         num_tokens = load.prefill_tokens + load.decode_tokens

@@ -73,6 +73,14 @@ class Knowledge:
         misfit = self.dispatcher.fleet.misfit(member_of(address, welcome))
         return None if misfit is None else FailedPrecondition(misfit.message, field=misfit.field)
 
+    def expect(self, address: str) -> None:
+        """A worker may come there from now on."""
+        self.dispatcher.expect(address)
+
+    def forget(self, address: str) -> None:
+        """No worker will come there, and there is no session: what was learned of it is forgotten."""
+        self.dispatcher.forget(address)
+
     def begin(self, session: WorkerSession) -> None:
         """A worker that fits has come: it is asked which blocks it knows."""
         member = member_of(session.address, session.welcome)

@@ -7,6 +7,7 @@ second) is treated as lost: a stopped process keeps its connections.
 """
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -78,6 +79,7 @@ class WorkerLink:
         self._worker_epoch = b""
         self._logged = ""  # the trouble that was logged last; empty after a session
         self._retry_s = FIRST_RETRY_S
+        self._hurried = asyncio.Event()
 
     async def run(self) -> None:
         """Connect, serve and connect again until cancelled."""
@@ -86,11 +88,18 @@ class WorkerLink:
                 try:
                     await self._connect()
                 finally:
-                    self._lose()
+                    self.lose()
             except Exception as error:  # whatever it was, the next attempt may succeed
                 self._note(error)
-            await asyncio.sleep(self._retry_s)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._hurried.wait(), self._retry_s)
+            self._hurried.clear()
             self._retry_s = min(2 * self._retry_s, MAX_RETRY_S)
+
+    def hurry(self) -> None:
+        """A worker has just come there: does not wait before the next attempt."""
+        self._retry_s = FIRST_RETRY_S
+        self._hurried.set()
 
     async def _connect(self) -> None:
         """One session; returns or raises when it is over."""
@@ -155,7 +164,7 @@ class WorkerLink:
             self._events.on_load(self)
             await session.deliver(message.step)
 
-    def _lose(self) -> None:
+    def lose(self) -> None:
         """End the session, if there is one, and every request on it."""
         session, self.session = self.session, None
         if session is None:

@@ -1,12 +1,13 @@
 """The links to a gateway's workers, kept up as long as it runs, and who waits for one to come or go.
 
-What workers say goes to `knowledge`, and from there to the control plane, which decides who is routed to. A worker that
-does not fit is told so, logged, not routed to, and asked again later.
+Where workers may be is listed at the start, or said later (`call`, `remove`). What workers say goes to `knowledge`, and
+from there to the control plane, which decides who is routed to. A worker that does not fit is told so, logged, not
+routed to, and asked again later.
 """
 
 import asyncio
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
@@ -28,10 +29,16 @@ class PoolEvents:
     on_load: Callable[[int, link_pb2.WorkerLoad], None]  # after each message of a worker, by its index
     on_handoff: Callable[[WorkerSession, link_pb2.WorkerMessage], None]  # what a worker says of a handoff
     on_lost: Callable[[WorkerSession], None]  # a session ended; before its requests are failed
+    on_removed: Callable[[int], None] = lambda _index: None  # a worker's index may be another one's from now on
 
 
 class LinkPool:
-    """Links to `addresses`. What is asked for each message or request takes no look at every link."""
+    """Links to `addresses`, and to those that are added. What is asked for each message or request takes no look at
+    every link.
+
+    `links` are in the order of their indices. A worker has its index for as long as its address is one of the pool's;
+    an address that is added gets the first that is free.
+    """
 
     def __init__(
         self,
@@ -49,10 +56,10 @@ class LinkPool:
         self._events = events
         self._ready, self._not_ready, self._changed = asyncio.Event(), asyncio.Event(), asyncio.Event()
         self._not_ready.set()
-        config = LinkConfig(
+        self._config = LinkConfig(
             gateway_epoch=secrets.token_bytes(16), key=key, silence_s=silence_s, credentials=credentials
         )
-        link_events = LinkEvents(
+        self._link_events = LinkEvents(
             accept=knowledge.misfit,
             on_change=self._session_changed,
             on_load=self._link_loaded,
@@ -60,19 +67,57 @@ class LinkPool:
             on_prefixes=knowledge.prefixes,
             on_lost=self._lost,
         )
-        self.links = tuple(WorkerLink(address, config, link_events) for address in addresses)
+        self.links = tuple(WorkerLink(address, self._config, self._link_events) for address in addresses)
         self._index = {link.address: index for index, link in enumerate(self.links)}
+        self._by_address = {link.address: link for link in self.links}
+        self._tasks: dict[WorkerLink, asyncio.Task[None]] = {}  # while running; those of removed links until they end
 
     @asynccontextmanager
     async def running(self):
         """Keep all links up inside the block."""
-        tasks = [asyncio.create_task(link.run(), name=f"link {link.address}") for link in self.links]
+        for link in self.links:
+            self._run(link)
         try:
             yield self
         finally:
+            tasks = tuple(self._tasks.values())
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+
+    def call(self, address: str) -> None:
+        """Keep a link to this address too. Where there is one that waits before it tries again, it tries now."""
+        if (link := self._by_address.get(address)) is not None:
+            link.hurry()
+        else:
+            self._add(address)
+
+    def _add(self, address: str) -> None:
+        self.knowledge.expect(address)
+        link = WorkerLink(address, self._config, self._link_events)
+        self._index[address], self._by_address[address] = _first_free(self._index.values()), link
+        self.links = tuple(sorted(self._by_address.values(), key=lambda link: self._index[link.address]))
+        self._run(link)
+
+    def remove(self, address: str) -> None:
+        """End the link to this address, and at once every request on it. KeyError where it is not one of the pool's."""
+        link, index = self._by_address.pop(address), self._index[address]
+        self.links = tuple(self._by_address[each.address] for each in self.links if each is not link)
+        link.lose()
+        del self._index[address]
+        self._tasks[link].cancel()
+        self.knowledge.forget(address)
+        self._events.on_removed(index)
+
+    def session_at(self, address: str) -> WorkerSession | None:
+        """The session with the worker there; None where there is none now."""
+        link = self._by_address.get(address)
+        return None if link is None else link.session
+
+    def _run(self, link: WorkerLink) -> None:
+        task = asyncio.create_task(link.run(), name=f"link {link.address}")
+        self._tasks[link] = task
+        task.add_done_callback(lambda _: self._tasks.pop(link))
 
     @property
     def limits(self) -> ModelLimits | None:
@@ -112,7 +157,7 @@ class LinkPool:
 
     def unavailable(self) -> Unavailable:
         """The error of a request that no worker can take, with what is wrong with each."""
-        reasons = "; ".join(f"{link.address}: {_reason(link)}" for link in self.links)
+        reasons = "; ".join(f"{link.address}: {_reason(link)}" for link in self.links) or "none has registered"
         return Unavailable(f"no worker is ready ({reasons})", retry_after_s=LOST_RETRY_AFTER_S)
 
     def worker_states(self) -> dict[str, str]:
@@ -129,7 +174,9 @@ class LinkPool:
         self._events.on_lost(session)
 
     def _link_loaded(self, link: WorkerLink) -> None:
-        if link.session is not None and self.knowledge.loaded(link.session):
+        if link.session is None:  # removed while its last message was taken
+            return
+        if self.knowledge.loaded(link.session):
             self._notice()
         self._events.on_load(self._index[link.address], link.last_load)
 
@@ -145,6 +192,12 @@ class LinkPool:
         was.clear()
         self._changed.set()  # whoever waits now; the next change has an event of its own
         self._changed = asyncio.Event()
+
+
+def _first_free(taken: Iterable[int]) -> int:
+    """The smallest number of 0, 1, ... that is none of these."""
+    among = set(taken)
+    return next(index for index in range(len(among) + 1) if index not in among)
 
 
 def _state(link: WorkerLink) -> str:

@@ -343,6 +343,21 @@ def test_a_child_is_given_the_whole_configuration_on_its_command_line():
     assert (gateway.gateway.workers, gateway.gateway.port) == (("127.0.0.1:7", "127.0.0.1:8"), 0)
 
 
+@pytest.mark.parametrize(("host", "called"), [("127.0.0.1", "127.0.0.1"), ("0.0.0.0", "127.0.0.1"), ("::1", "[::1]")])
+def test_workers_of_serve_know_before_it_is_there_where_its_gateway_hears_of_them(host: str, called: str):
+    commands = ChildCommands(load_config(None, ["gateway.registry=grpc", f"gateway.registry_host={host}"]))
+    gateway = reread(commands.gateway(["127.0.0.1:7"], None), "gateway").gateway
+    assert (gateway.workers, gateway.registry_host, gateway.registry_port > 0) == ((), host, True)
+    for name, command in (("prefill 0", "prefill"), ("decode 0", "decode")):
+        worker = reread(commands.workers[name](None), command)
+        assert worker.worker.gateways == (f"{called}:{gateway.registry_port}",)
+
+
+def test_serve_hears_workers_at_loopback_or_everywhere():
+    with pytest.raises(ConfigError, match=r"^gateway\.registry_host: the workers of `serve` are at 127\.0\.0\.1"):
+        ChildCommands(load_config(None, ["gateway.registry=grpc", "gateway.registry_host=10.0.0.3"]))
+
+
 def test_serve_starts_an_end_of_the_store_that_its_workers_know_of_unless_one_is_named():
     keys = ["kv.store.enabled=true", "kv.store.dram_bytes=20000000", "kv.store.master=127.0.0.1:1"]
     commands = ChildCommands(load_config(None, keys))

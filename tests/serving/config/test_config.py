@@ -107,6 +107,20 @@ def test_all_faults_are_reported_together(tmp_path: Path):
             "gateway.allowed_hosts=['https://api.example.com']",
             "gateway.allowed_hosts: expected *, a name or name:port, in lower case, got 'https://api.example.com'",
         ),
+        ("worker.gateways=['host']", "worker.gateways: expected host:port, got 'host'"),
+        ("worker.gateways=['localhost:1', 'localhost:1']", "worker.gateways: 'localhost:1' is named twice"),
+        (
+            "worker.gateways=['gateways.local:1']",
+            "worker.host: gateways.local:1 may be another machine, which reaches no worker at 127.0.0.1",
+        ),
+        (
+            "gateway={registry='grpc', workers=['127.0.0.1:1']}",
+            'gateway.workers: with gateway.registry = "grpc" workers name themselves; leave it empty',
+        ),
+        (
+            "gateway={registry='grpc', registry_port=8000}",
+            "gateway.registry_port: 8000 is the port of a front too; take another",
+        ),
         ("gateway.keep_alive_s=0", "gateway.keep_alive_s: expected `float` > 0.0, got 0"),
         ("gateway.max_half_open_connections=0", "gateway.max_half_open_connections: expected `int` >= 1, got 0"),
         ("gateway.port=50051", "gateway.grpc_port: 50051 is gateway.port too; HTTP and gRPC need one each"),

@@ -149,6 +149,17 @@ async def test_a_link_carries_several_requests_and_their_tokens():
             assert_drawn_from(reference(), prompt, tokens[number], Sampling(temperature=0))
 
 
+async def test_a_worker_knows_whether_any_gateway_ever_reached_it():
+    async with serving() as (worker, address):
+        assert not worker.was_reached
+        gateway = Gateway(address)
+        await gateway.hello()
+        assert worker.was_reached
+        await gateway.call.done_writing()
+        await gateway.read_to_the_end()
+        assert worker.was_reached
+
+
 async def test_phases_come_with_the_first_and_the_last_token():
     async with serving() as (_, address):
         gateway = Gateway(address)

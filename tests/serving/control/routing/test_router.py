@@ -140,6 +140,30 @@ def test_two_routers_that_hear_the_same_reports_share_the_load():
     assert take(first, homes("a", "b"), 100).home == take(second, homes("a", "b"), 100).home == Home("b", 0)
 
 
+@given(st.lists(st.tuples(st.integers(0, 2), st.integers(1, 1000), st.booleans()), min_size=1, max_size=40))
+def test_routers_agree_whenever_workers_have_reported_what_all_of_them_sent(sends: list[tuple[int, int, bool]]):
+    """Until then each knows more of its own requests than the others do, and of nobody's less."""
+    routers, unseen, truth = [Router() for _ in range(3)], list[tuple[Router, Reservation]](), Counter[Home]()
+    for router in routers:
+        for home in HOMES:
+            router.report(home, 0)
+    for which, num_tokens, is_reported in sends:
+        sent = take(routers[which], HOMES, num_tokens)
+        unseen.append((routers[which], sent))
+        truth[sent.home] += num_tokens
+        assert all(router.queued_tokens(home) <= truth[home] for router in routers for home in HOMES)
+        if is_reported:
+            for router, reservation in unseen:
+                router.seen(reservation)
+            unseen.clear()
+            for router in routers:
+                for home in HOMES:
+                    router.report(home, truth[home])
+            assert [[router.queued_tokens(home) for home in HOMES] for router in routers] == [
+                [truth[home] for home in HOMES]
+            ] * len(routers)
+
+
 def test_what_a_worker_has_not_seen_is_added_to_what_it_reports_and_counted_once():
     router = Router()
     for home in homes("a", "b"):

@@ -24,6 +24,8 @@ GANG = ["mode=aggregated", "decode.mesh.data=2", "decode.processes=2"]
         ("worker.host", ["worker.host=localhost"]),
         ("kv.host", ["kv.host=10.0.0.1"]),
         ("gateway.workers", ['gateway.workers=["a:1"]']),
+        ("gateway.registry", ["gateway.registry=grpc"]),
+        ("worker.gateways", ['worker.gateways=["gateways:50052"]']),
         ("gateway.allowed_hosts", ['gateway.allowed_hosts=["api.example.com"]']),
         ("kv.ports", ["kv.ports=auto"]),
         ("kv.ports", ["kv.ports=[16000, 16000]"]),

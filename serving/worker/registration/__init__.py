@@ -1,0 +1,1 @@
+"""How a worker tells gateways that it is there, where nobody has listed it."""
