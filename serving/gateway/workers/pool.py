@@ -6,6 +6,7 @@ routed to, and asked again later.
 """
 
 import asyncio
+import logging
 import secrets
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
@@ -20,6 +21,8 @@ from moonshard.serving.control.routing.router import Home
 from moonshard.serving.gateway.workers.knowledge import Knowledge
 from moonshard.serving.gateway.workers.link import LOST_RETRY_AFTER_S, LinkConfig, LinkEvents, WorkerLink
 from moonshard.serving.gateway.workers.session import WorkerSession
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -108,6 +111,17 @@ class LinkPool:
         self._tasks[link].cancel()
         self.knowledge.forget(address)
         self._events.on_removed(index)
+
+    def move(self, addresses: Sequence[str]) -> None:
+        """Workers are at these addresses from now on, and nowhere else: a link to where one was ends with its requests,
+        as that of a worker that is lost.
+        """
+        for address in self._by_address.keys() - set(addresses):
+            self.remove(address)
+        for address in addresses:
+            if address not in self._by_address:
+                logger.warning("worker %s: one has come back there", address)
+                self._add(address)
 
     def session_at(self, address: str) -> WorkerSession | None:
         """The session with the worker there; None where there is none now."""
