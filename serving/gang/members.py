@@ -55,7 +55,7 @@ def _shared(config: Config) -> Config:
     """Without what says only where a process is."""
     worker = replace(config.worker, host="", port=0)
     prefill, decode = replace(config.prefill, port=0), replace(config.decode, port=0)
-    return replace(config, worker=worker, prefill=prefill, decode=decode)
+    return replace(config, worker=worker, prefill=prefill, decode=decode, kv=replace(config.kv, host=None))
 
 
 def _digest(text: str) -> str:

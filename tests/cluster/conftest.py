@@ -72,6 +72,9 @@ class Cluster:
         found = (re.search(r"(worker|prefill|decode) (\d+): listening address=(\S+)", line) for line in self.lines)
         return {(m[1], int(m[2])): m[3] for m in found if m}
 
+    def logs(self) -> str:
+        return "".join(self.lines)
+
     def inspect(self, role: str = "decode", index: int = 0) -> link_pb2.Inspection:
         """`role` is the worker's command: `worker` is an aggregated one. RpcError where none answers."""
         return inspect(self.workers[role, index], timeout_s=5)
