@@ -3,6 +3,8 @@
 Every device of a partition has its pages: whole blocks, or, with context parallelism, some of each block's tokens. On
 the way from or to the host each device carries a different part: those tokens, or else some of the layers, so that
 nothing crosses a bus twice. Devices that need whole blocks gather the other parts from one another.
+
+Where several processes have the mesh together, each has on its host the parts that its own devices carry.
 """
 
 from typing import Any
@@ -30,7 +32,7 @@ class BlockShards:
         self._num_partitions, self._num_parts = shard.mesh.num_partitions, shard.mesh.tensor
         self._is_token_cut = bool(shard.axes("kv_tokens"))
         self._axis = TOKENS if self._is_token_cut else LAYERS
-        self._num_layers = num_layers
+        self._num_layers, self._block_size = num_layers, block_size
         self._layers_per_part = -(-num_layers // self._num_parts)
         by_layer, by_token = PartitionSpec(*BY_PARTITION, "tensor"), PartitionSpec(*BY_PARTITION, None, "tensor")
         self.pages = by_token if self._is_token_cut else BY_PARTITION
@@ -56,38 +58,55 @@ class BlockShards:
 
     # ---- on the host
 
+    def own_parts(self, partition: int) -> range:
+        """Which parts of the partition's blocks the devices of this process carry, of those numbered along `tensor`."""
+        row = self._mesh.devices.reshape(self._num_partitions, self._num_parts)[partition]
+        own = [part for part, device in enumerate(row) if device.process_index == jax.process_index()]
+        return range(own[0], own[-1] + 1) if own else range(0)
+
     def collect(self, payload: jax.Array, partition: int) -> np.ndarray:
-        """One partition's blocks [b, layers, block_size, features]. Waits for them."""
-        first = partition * (payload.shape[0] // self._num_partitions)
-        shards = [shard for shard in payload.addressable_shards if (shard.index[0].start or 0) == first]
-        shards.sort(key=lambda shard: shard.index[self._axis].start or 0)
-        parts = [np.asarray(shard.data) for shard in shards]
-        return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=self._axis)[:, : self._num_layers]
+        """One partition's blocks [b, layers, block_size, features], as far as they are on this process's devices.
+
+        Waits for them. Of a partition that has none of its devices here there are no layers.
+        """
+        num_blocks = payload.shape[0] // self._num_partitions
+        own = [s for s in payload.addressable_shards if (s.index[0].start or 0) == partition * num_blocks]
+        if not own:
+            return np.empty((num_blocks, 0, *payload.shape[2:]), payload.dtype)
+        own.sort(key=lambda shard: shard.index[self._axis].start or 0)
+        parts = [np.asarray(shard.data) for shard in own]
+        joined = parts[0] if len(parts) == 1 else np.concatenate(parts, axis=self._axis)
+        return joined[:, : max(0, self._num_layers - (own[0].index[LAYERS].start or 0))]
 
     def spread(self, blocks: np.ndarray | jax.Array, partition: int) -> np.ndarray | jax.Array:
-        """Blocks [b, layers, block_size, features] of one partition, on its devices, as a land takes them.
+        """Blocks of one partition, as `collect` gives them, on its devices, as a land takes them.
 
         They come from the host; to a mesh of one device also from that device, and then never leave it.
         """
         if self._mesh.size == 1:
             return blocks
-        num_blocks, num_layers, *token = blocks.shape
-        if not self._is_token_cut and (missing := self._layers_per_part * self._num_parts - num_layers):
+        num_blocks, num_layers, _, num_features = blocks.shape
+        own = self.own_parts(partition)
+        if own and not self._is_token_cut and (missing := self._layers_per_part * len(own) - num_layers):
             blocks = np.pad(blocks, ((0, 0), (0, missing), (0, 0), (0, 0)))
-        shape = (self._num_partitions * num_blocks, blocks.shape[LAYERS], *token)
-        sharding = NamedSharding(self._mesh, self.payload)
+        abstract = self.abstract_payload((num_blocks, self._num_layers, self._block_size, num_features), blocks.dtype)
+        shape, sharding = abstract.shape, abstract.sharding
+        assert isinstance(sharding, NamedSharding)
+        part_shape = sharding.shard_shape(shape)
+        behind = own.start * part_shape[self._axis]  # where the own parts begin
         parts = []
         for device, index in sharding.addressable_devices_indices_map(shape).items():
             assert index is not None  # of a device of this process
             if (index[0].start or 0) == partition * num_blocks:
-                part = blocks[(slice(None),) * self._axis + (index[self._axis],)]
+                start = (index[self._axis].start or 0) - behind
+                part = blocks[(slice(None),) * self._axis + (slice(start, start + part_shape[self._axis]),)]
                 parts.append(jax.device_put(np.ascontiguousarray(part), device))
             else:
-                parts.append(self._nothing(device, sharding.shard_shape(shape), blocks.dtype))
+                parts.append(self._nothing(device, part_shape, blocks.dtype))
         return jax.make_array_from_single_device_arrays(shape, sharding, parts)
 
-    def abstract_payload(self, shape: tuple[int, ...], dtype: str) -> jax.ShapeDtypeStruct:
-        """What `spread` makes of blocks of this shape."""
+    def abstract_payload(self, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+        """What `spread` makes of whole blocks of this shape."""
         num_blocks, num_layers, *token = shape
         if not self._is_token_cut:
             num_layers = self._layers_per_part * self._num_parts

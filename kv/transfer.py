@@ -180,17 +180,46 @@ class Cells(Protocol):
         ...
 
 
-def copy_verified(slab: Cells, cells: Sequence[int], checksums: Sequence[int]) -> Bytes:
+@runtime_checkable
+class Pieces(Protocol):
+    """What is checked of a cell: `num_pieces` pieces of a block, of which some may be elsewhere (`kv.pieces`)."""
+
+    @property
+    def num_pieces(self) -> int: ...
+
+    def checksums(self, block: Bytes) -> Mapping[int, int]:
+        """Of the pieces that are in `block` [cell_bytes], by the piece's number."""
+        ...
+
+
+class _Whole:
+    """A block in one piece."""
+
+    num_pieces = 1
+
+    def checksums(self, block: Bytes) -> Mapping[int, int]:
+        return {0: checksum(block)}
+
+
+WHOLE: Pieces = _Whole()
+
+
+def copy_verified(slab: Cells, cells: Sequence[int], checksums: Sequence[int], pieces: Pieces = WHOLE) -> Bytes:
     """One private copy [len(cells), cell_bytes] of these cells, with the bytes that were sent.
 
-    Copied before it is checked: a write may land between a check of the slab and a copy of it. All or nothing: raises
-    `ChecksumMismatch` for the first cell that differs, IndexError for one that the slab does not have.
+    `checksums`: of each cell those of all pieces. Copied before it is checked: a write may land between a check of the
+    slab and a copy of it. All or nothing: raises `ChecksumMismatch` for the first cell that differs, IndexError for one
+    that the slab does not have, ValueError for another number of checksums.
     """
+    num_pieces = pieces.num_pieces
+    if len(checksums) != len(cells) * num_pieces:
+        raise ValueError(f"{len(checksums)} checksums for {len(cells)} cells of {num_pieces} pieces")
     private = np.empty((len(cells), slab.cell_bytes), np.uint8)
     for row, cell in zip(private, cells, strict=True):
         slab.copy_cell(cell, row)
-    for row, cell, expected in zip(private, cells, checksums, strict=True):
-        found = checksum(row)
-        if found != expected:
-            raise ChecksumMismatch(cell, expected, found)
+    for index, (row, cell) in enumerate(zip(private, cells, strict=True)):
+        for piece, found in pieces.checksums(row).items():
+            expected = checksums[index * num_pieces + piece]
+            if found != expected:
+                raise ChecksumMismatch(cell, expected, found)
     return private

@@ -216,7 +216,7 @@ class Target(_message.Message):
     def __init__(self, handoff: _Optional[bytes] = ..., epoch: _Optional[bytes] = ..., writer_epoch: _Optional[bytes] = ..., session: _Optional[str] = ..., partition: _Optional[int] = ..., num_blocks: _Optional[int] = ..., num_blocks_held: _Optional[int] = ..., grants: _Optional[_Iterable[_Union[Grant, _Mapping]]] = ..., lease_s: _Optional[float] = ..., queue_ms: _Optional[float] = ...) -> None: ...
 
 class Manifest(_message.Message):
-    __slots__ = ("handoff", "writer_epoch", "target_epoch", "blocks", "grants", "checksums", "is_last", "phases")
+    __slots__ = ("handoff", "writer_epoch", "target_epoch", "blocks", "grants", "checksums", "is_last", "phases", "pieces")
     HANDOFF_FIELD_NUMBER: _ClassVar[int]
     WRITER_EPOCH_FIELD_NUMBER: _ClassVar[int]
     TARGET_EPOCH_FIELD_NUMBER: _ClassVar[int]
@@ -225,6 +225,7 @@ class Manifest(_message.Message):
     CHECKSUMS_FIELD_NUMBER: _ClassVar[int]
     IS_LAST_FIELD_NUMBER: _ClassVar[int]
     PHASES_FIELD_NUMBER: _ClassVar[int]
+    PIECES_FIELD_NUMBER: _ClassVar[int]
     handoff: bytes
     writer_epoch: bytes
     target_epoch: bytes
@@ -233,7 +234,8 @@ class Manifest(_message.Message):
     checksums: _containers.RepeatedScalarFieldContainer[int]
     is_last: bool
     phases: TransferPhases
-    def __init__(self, handoff: _Optional[bytes] = ..., writer_epoch: _Optional[bytes] = ..., target_epoch: _Optional[bytes] = ..., blocks: _Optional[_Iterable[int]] = ..., grants: _Optional[_Iterable[_Union[Grant, _Mapping]]] = ..., checksums: _Optional[_Iterable[int]] = ..., is_last: _Optional[bool] = ..., phases: _Optional[_Union[TransferPhases, _Mapping]] = ...) -> None: ...
+    pieces: _containers.RepeatedCompositeFieldContainer[KvTile]
+    def __init__(self, handoff: _Optional[bytes] = ..., writer_epoch: _Optional[bytes] = ..., target_epoch: _Optional[bytes] = ..., blocks: _Optional[_Iterable[int]] = ..., grants: _Optional[_Iterable[_Union[Grant, _Mapping]]] = ..., checksums: _Optional[_Iterable[int]] = ..., is_last: _Optional[bool] = ..., phases: _Optional[_Union[TransferPhases, _Mapping]] = ..., pieces: _Optional[_Iterable[_Union[KvTile, _Mapping]]] = ...) -> None: ...
 
 class TransferPhases(_message.Message):
     __slots__ = ("transfer_ms", "exposed_ms")
@@ -310,14 +312,18 @@ class KvEndpoint(_message.Message):
     def __init__(self, transport: _Optional[str] = ..., session: _Optional[str] = ..., num_cells: _Optional[int] = ..., regions: _Optional[_Iterable[_Union[KvRegion, _Mapping]]] = ..., layout: _Optional[_Union[KvLayout, _Mapping]] = ..., fingerprint: _Optional[str] = ...) -> None: ...
 
 class KvRegion(_message.Message):
-    __slots__ = ("owner", "address", "cell_bytes")
+    __slots__ = ("owner", "address", "cell_bytes", "partition", "session")
     OWNER_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     CELL_BYTES_FIELD_NUMBER: _ClassVar[int]
+    PARTITION_FIELD_NUMBER: _ClassVar[int]
+    SESSION_FIELD_NUMBER: _ClassVar[int]
     owner: int
     address: int
     cell_bytes: int
-    def __init__(self, owner: _Optional[int] = ..., address: _Optional[int] = ..., cell_bytes: _Optional[int] = ...) -> None: ...
+    partition: int
+    session: str
+    def __init__(self, owner: _Optional[int] = ..., address: _Optional[int] = ..., cell_bytes: _Optional[int] = ..., partition: _Optional[int] = ..., session: _Optional[str] = ...) -> None: ...
 
 class KvLayout(_message.Message):
     __slots__ = ("version", "groups")
@@ -346,22 +352,28 @@ class KvGroupLayout(_message.Message):
     def __init__(self, name: _Optional[str] = ..., dtype: _Optional[str] = ..., itemsize_bytes: _Optional[int] = ..., block_size: _Optional[int] = ..., num_layers: _Optional[int] = ..., num_features: _Optional[int] = ..., shards: _Optional[_Iterable[_Union[KvShardLayout, _Mapping]]] = ...) -> None: ...
 
 class KvShardLayout(_message.Message):
-    __slots__ = ("owner", "layer_start", "layer_stop", "token_start", "token_stop", "feature_start", "feature_stop")
+    __slots__ = ("owner", "tile")
     OWNER_FIELD_NUMBER: _ClassVar[int]
+    TILE_FIELD_NUMBER: _ClassVar[int]
+    owner: int
+    tile: KvTile
+    def __init__(self, owner: _Optional[int] = ..., tile: _Optional[_Union[KvTile, _Mapping]] = ...) -> None: ...
+
+class KvTile(_message.Message):
+    __slots__ = ("layer_start", "layer_stop", "token_start", "token_stop", "feature_start", "feature_stop")
     LAYER_START_FIELD_NUMBER: _ClassVar[int]
     LAYER_STOP_FIELD_NUMBER: _ClassVar[int]
     TOKEN_START_FIELD_NUMBER: _ClassVar[int]
     TOKEN_STOP_FIELD_NUMBER: _ClassVar[int]
     FEATURE_START_FIELD_NUMBER: _ClassVar[int]
     FEATURE_STOP_FIELD_NUMBER: _ClassVar[int]
-    owner: int
     layer_start: int
     layer_stop: int
     token_start: int
     token_stop: int
     feature_start: int
     feature_stop: int
-    def __init__(self, owner: _Optional[int] = ..., layer_start: _Optional[int] = ..., layer_stop: _Optional[int] = ..., token_start: _Optional[int] = ..., token_stop: _Optional[int] = ..., feature_start: _Optional[int] = ..., feature_stop: _Optional[int] = ...) -> None: ...
+    def __init__(self, layer_start: _Optional[int] = ..., layer_stop: _Optional[int] = ..., token_start: _Optional[int] = ..., token_stop: _Optional[int] = ..., feature_start: _Optional[int] = ..., feature_stop: _Optional[int] = ...) -> None: ...
 
 class GatewayMessage(_message.Message):
     __slots__ = ("hello", "run", "cancel", "refused", "reserve", "landed", "start", "credits", "drained", "tell_prefixes")
@@ -723,18 +735,20 @@ class Inspection(_message.Message):
     def __init__(self, epoch: _Optional[bytes] = ..., partitions: _Optional[_Iterable[_Union[PartitionState, _Mapping]]] = ..., load: _Optional[_Union[WorkerLoad, _Mapping]] = ...) -> None: ...
 
 class FollowerMessage(_message.Message):
-    __slots__ = ("hello", "ready", "done", "beat", "fault")
+    __slots__ = ("hello", "ready", "done", "beat", "fault", "answer")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     READY_FIELD_NUMBER: _ClassVar[int]
     DONE_FIELD_NUMBER: _ClassVar[int]
     BEAT_FIELD_NUMBER: _ClassVar[int]
     FAULT_FIELD_NUMBER: _ClassVar[int]
+    ANSWER_FIELD_NUMBER: _ClassVar[int]
     hello: FollowerHello
     ready: FollowerReady
     done: FollowerDone
     beat: FollowerBeat
     fault: FollowerFault
-    def __init__(self, hello: _Optional[_Union[FollowerHello, _Mapping]] = ..., ready: _Optional[_Union[FollowerReady, _Mapping]] = ..., done: _Optional[_Union[FollowerDone, _Mapping]] = ..., beat: _Optional[_Union[FollowerBeat, _Mapping]] = ..., fault: _Optional[_Union[FollowerFault, _Mapping]] = ...) -> None: ...
+    answer: FollowerAnswer
+    def __init__(self, hello: _Optional[_Union[FollowerHello, _Mapping]] = ..., ready: _Optional[_Union[FollowerReady, _Mapping]] = ..., done: _Optional[_Union[FollowerDone, _Mapping]] = ..., beat: _Optional[_Union[FollowerBeat, _Mapping]] = ..., fault: _Optional[_Union[FollowerFault, _Mapping]] = ..., answer: _Optional[_Union[FollowerAnswer, _Mapping]] = ...) -> None: ...
 
 class FollowerHello(_message.Message):
     __slots__ = ("protocol_version", "member", "made_of")
@@ -754,8 +768,12 @@ class FollowerHello(_message.Message):
     def __init__(self, protocol_version: _Optional[int] = ..., member: _Optional[int] = ..., made_of: _Optional[_Mapping[str, str]] = ...) -> None: ...
 
 class FollowerReady(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("session", "regions")
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    REGIONS_FIELD_NUMBER: _ClassVar[int]
+    session: str
+    regions: _containers.RepeatedCompositeFieldContainer[KvRegion]
+    def __init__(self, session: _Optional[str] = ..., regions: _Optional[_Iterable[_Union[KvRegion, _Mapping]]] = ...) -> None: ...
 
 class FollowerDone(_message.Message):
     __slots__ = ("number", "drawn")
@@ -777,17 +795,71 @@ class FollowerFault(_message.Message):
     is_startup: bool
     def __init__(self, message: _Optional[str] = ..., is_startup: _Optional[bool] = ...) -> None: ...
 
+class FollowerAnswer(_message.Message):
+    __slots__ = ("number", "staged", "published", "unpublished", "copied", "mismatch")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    STAGED_FIELD_NUMBER: _ClassVar[int]
+    PUBLISHED_FIELD_NUMBER: _ClassVar[int]
+    UNPUBLISHED_FIELD_NUMBER: _ClassVar[int]
+    COPIED_FIELD_NUMBER: _ClassVar[int]
+    MISMATCH_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    staged: KvStaged
+    published: KvPublished
+    unpublished: KvUnpublished
+    copied: KvCopied
+    mismatch: KvMismatch
+    def __init__(self, number: _Optional[int] = ..., staged: _Optional[_Union[KvStaged, _Mapping]] = ..., published: _Optional[_Union[KvPublished, _Mapping]] = ..., unpublished: _Optional[_Union[KvUnpublished, _Mapping]] = ..., copied: _Optional[_Union[KvCopied, _Mapping]] = ..., mismatch: _Optional[_Union[KvMismatch, _Mapping]] = ...) -> None: ...
+
+class KvStaged(_message.Message):
+    __slots__ = ("checksums",)
+    CHECKSUMS_FIELD_NUMBER: _ClassVar[int]
+    checksums: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, checksums: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class KvPublished(_message.Message):
+    __slots__ = ("num_bytes", "num_transfers", "duration_s")
+    NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
+    NUM_TRANSFERS_FIELD_NUMBER: _ClassVar[int]
+    DURATION_S_FIELD_NUMBER: _ClassVar[int]
+    num_bytes: int
+    num_transfers: int
+    duration_s: float
+    def __init__(self, num_bytes: _Optional[int] = ..., num_transfers: _Optional[int] = ..., duration_s: _Optional[float] = ...) -> None: ...
+
+class KvUnpublished(_message.Message):
+    __slots__ = ("cause", "detail", "may_still_land")
+    CAUSE_FIELD_NUMBER: _ClassVar[int]
+    DETAIL_FIELD_NUMBER: _ClassVar[int]
+    MAY_STILL_LAND_FIELD_NUMBER: _ClassVar[int]
+    cause: str
+    detail: str
+    may_still_land: bool
+    def __init__(self, cause: _Optional[str] = ..., detail: _Optional[str] = ..., may_still_land: _Optional[bool] = ...) -> None: ...
+
+class KvCopied(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class KvMismatch(_message.Message):
+    __slots__ = ("detail",)
+    DETAIL_FIELD_NUMBER: _ClassVar[int]
+    detail: str
+    def __init__(self, detail: _Optional[str] = ...) -> None: ...
+
 class LeaderMessage(_message.Message):
-    __slots__ = ("welcome", "step", "beat", "end")
+    __slots__ = ("welcome", "step", "beat", "end", "order")
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     BEAT_FIELD_NUMBER: _ClassVar[int]
     END_FIELD_NUMBER: _ClassVar[int]
+    ORDER_FIELD_NUMBER: _ClassVar[int]
     welcome: GangWelcome
     step: GangStep
     beat: GangBeat
     end: GangEnd
-    def __init__(self, welcome: _Optional[_Union[GangWelcome, _Mapping]] = ..., step: _Optional[_Union[GangStep, _Mapping]] = ..., beat: _Optional[_Union[GangBeat, _Mapping]] = ..., end: _Optional[_Union[GangEnd, _Mapping]] = ...) -> None: ...
+    order: GangOrder
+    def __init__(self, welcome: _Optional[_Union[GangWelcome, _Mapping]] = ..., step: _Optional[_Union[GangStep, _Mapping]] = ..., beat: _Optional[_Union[GangBeat, _Mapping]] = ..., end: _Optional[_Union[GangEnd, _Mapping]] = ..., order: _Optional[_Union[GangOrder, _Mapping]] = ...) -> None: ...
 
 class GangWelcome(_message.Message):
     __slots__ = ("coordinator",)
@@ -804,7 +876,7 @@ class GangEnd(_message.Message):
     def __init__(self) -> None: ...
 
 class GangStep(_message.Message):
-    __slots__ = ("sequence", "digest", "number", "kind", "bucket", "metadata", "sampling", "scoring", "guessing", "allowed", "num_ahead", "partition", "num_blocks")
+    __slots__ = ("sequence", "digest", "number", "kind", "bucket", "metadata", "sampling", "scoring", "guessing", "allowed", "num_ahead", "partition", "num_blocks", "ticket")
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     DIGEST_FIELD_NUMBER: _ClassVar[int]
     NUMBER_FIELD_NUMBER: _ClassVar[int]
@@ -818,6 +890,7 @@ class GangStep(_message.Message):
     NUM_AHEAD_FIELD_NUMBER: _ClassVar[int]
     PARTITION_FIELD_NUMBER: _ClassVar[int]
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    TICKET_FIELD_NUMBER: _ClassVar[int]
     sequence: int
     digest: bytes
     number: int
@@ -831,4 +904,75 @@ class GangStep(_message.Message):
     num_ahead: int
     partition: int
     num_blocks: int
-    def __init__(self, sequence: _Optional[int] = ..., digest: _Optional[bytes] = ..., number: _Optional[int] = ..., kind: _Optional[str] = ..., bucket: _Optional[int] = ..., metadata: _Optional[bytes] = ..., sampling: _Optional[bytes] = ..., scoring: _Optional[bytes] = ..., guessing: _Optional[bytes] = ..., allowed: _Optional[bytes] = ..., num_ahead: _Optional[int] = ..., partition: _Optional[int] = ..., num_blocks: _Optional[int] = ...) -> None: ...
+    ticket: int
+    def __init__(self, sequence: _Optional[int] = ..., digest: _Optional[bytes] = ..., number: _Optional[int] = ..., kind: _Optional[str] = ..., bucket: _Optional[int] = ..., metadata: _Optional[bytes] = ..., sampling: _Optional[bytes] = ..., scoring: _Optional[bytes] = ..., guessing: _Optional[bytes] = ..., allowed: _Optional[bytes] = ..., num_ahead: _Optional[int] = ..., partition: _Optional[int] = ..., num_blocks: _Optional[int] = ..., ticket: _Optional[int] = ...) -> None: ...
+
+class GangOrder(_message.Message):
+    __slots__ = ("number", "stage", "publish", "copy_out", "clear", "drop")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    STAGE_FIELD_NUMBER: _ClassVar[int]
+    PUBLISH_FIELD_NUMBER: _ClassVar[int]
+    COPY_OUT_FIELD_NUMBER: _ClassVar[int]
+    CLEAR_FIELD_NUMBER: _ClassVar[int]
+    DROP_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    stage: KvStage
+    publish: KvPublish
+    copy_out: KvCopyOut
+    clear: KvClear
+    drop: KvDrop
+    def __init__(self, number: _Optional[int] = ..., stage: _Optional[_Union[KvStage, _Mapping]] = ..., publish: _Optional[_Union[KvPublish, _Mapping]] = ..., copy_out: _Optional[_Union[KvCopyOut, _Mapping]] = ..., clear: _Optional[_Union[KvClear, _Mapping]] = ..., drop: _Optional[_Union[KvDrop, _Mapping]] = ...) -> None: ...
+
+class KvStage(_message.Message):
+    __slots__ = ("ticket", "partition", "cells", "pieces")
+    TICKET_FIELD_NUMBER: _ClassVar[int]
+    PARTITION_FIELD_NUMBER: _ClassVar[int]
+    CELLS_FIELD_NUMBER: _ClassVar[int]
+    PIECES_FIELD_NUMBER: _ClassVar[int]
+    ticket: int
+    partition: int
+    cells: _containers.RepeatedScalarFieldContainer[int]
+    pieces: _containers.RepeatedCompositeFieldContainer[KvTile]
+    def __init__(self, ticket: _Optional[int] = ..., partition: _Optional[int] = ..., cells: _Optional[_Iterable[int]] = ..., pieces: _Optional[_Iterable[_Union[KvTile, _Mapping]]] = ...) -> None: ...
+
+class KvPublish(_message.Message):
+    __slots__ = ("partition", "cells", "endpoint", "to_partition", "to_cells")
+    PARTITION_FIELD_NUMBER: _ClassVar[int]
+    CELLS_FIELD_NUMBER: _ClassVar[int]
+    ENDPOINT_FIELD_NUMBER: _ClassVar[int]
+    TO_PARTITION_FIELD_NUMBER: _ClassVar[int]
+    TO_CELLS_FIELD_NUMBER: _ClassVar[int]
+    partition: int
+    cells: _containers.RepeatedScalarFieldContainer[int]
+    endpoint: KvEndpoint
+    to_partition: int
+    to_cells: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, partition: _Optional[int] = ..., cells: _Optional[_Iterable[int]] = ..., endpoint: _Optional[_Union[KvEndpoint, _Mapping]] = ..., to_partition: _Optional[int] = ..., to_cells: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class KvCopyOut(_message.Message):
+    __slots__ = ("ticket", "partition", "cells", "checksums", "pieces")
+    TICKET_FIELD_NUMBER: _ClassVar[int]
+    PARTITION_FIELD_NUMBER: _ClassVar[int]
+    CELLS_FIELD_NUMBER: _ClassVar[int]
+    CHECKSUMS_FIELD_NUMBER: _ClassVar[int]
+    PIECES_FIELD_NUMBER: _ClassVar[int]
+    ticket: int
+    partition: int
+    cells: _containers.RepeatedScalarFieldContainer[int]
+    checksums: _containers.RepeatedScalarFieldContainer[int]
+    pieces: _containers.RepeatedCompositeFieldContainer[KvTile]
+    def __init__(self, ticket: _Optional[int] = ..., partition: _Optional[int] = ..., cells: _Optional[_Iterable[int]] = ..., checksums: _Optional[_Iterable[int]] = ..., pieces: _Optional[_Iterable[_Union[KvTile, _Mapping]]] = ...) -> None: ...
+
+class KvClear(_message.Message):
+    __slots__ = ("partition", "cells")
+    PARTITION_FIELD_NUMBER: _ClassVar[int]
+    CELLS_FIELD_NUMBER: _ClassVar[int]
+    partition: int
+    cells: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, partition: _Optional[int] = ..., cells: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class KvDrop(_message.Message):
+    __slots__ = ("ticket",)
+    TICKET_FIELD_NUMBER: _ClassVar[int]
+    ticket: int
+    def __init__(self, ticket: _Optional[int] = ...) -> None: ...

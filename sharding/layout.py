@@ -159,6 +159,20 @@ def owners_by_tile(side: Side, group: GroupLayout) -> dict[Tile, list[int]]:
     return by_tile
 
 
+def cut_of(tile: Tile, itemsize_bytes: int, within: Tile) -> tuple[slice, slice, slice]:
+    """Where a tile lies in the bytes of another that has all of it: [layers, tokens, features * itemsize]."""
+    layers, tokens, features = (
+        slice(span.start - whole.start, span.stop - whole.start) for span, whole in zip(tile, within, strict=True)
+    )
+    return layers, tokens, slice(features.start * itemsize_bytes, features.stop * itemsize_bytes)
+
+
+def bytes_shape(tile: Tile, itemsize_bytes: int) -> tuple[int, int, int]:
+    """A tile's bytes, in the order in which an owner has them: layers, tokens, features * itemsize."""
+    layers, tokens, features = (span.stop - span.start for span in tile)
+    return layers, tokens, features * itemsize_bytes
+
+
 def _check_tiling(side: Side, block: BlockShape, by_tile: dict[Tile, list[int]]) -> None:
     tiles = np.array(list(by_tile)).reshape(-1, 3, 2)
     limits = np.array(block.tile)

@@ -16,7 +16,17 @@ from functools import lru_cache
 
 import numpy as np
 
-from moonshard.sharding.layout import GroupLayout, Layout, check_same_blocks, extents, intersect, owners_by_tile, sizes
+from moonshard.sharding.layout import (
+    GroupLayout,
+    Layout,
+    Span,
+    Tile,
+    check_same_blocks,
+    extents,
+    intersect,
+    owners_by_tile,
+    sizes,
+)
 
 NUM_CACHED_PLANS = 64  # pairs of layouts that a worker meets: its partition against every peer's
 
@@ -76,6 +86,19 @@ def plan(source: Layout, destination: Layout) -> Template:
     for column in (*_columns(template.runs), template.source_block_bytes, template.destination_block_bytes):
         column.setflags(write=False)
     return template
+
+
+@lru_cache(maxsize=NUM_CACHED_PLANS)
+def pieces(source: GroupLayout, destination: GroupLayout) -> tuple[Tile, ...]:
+    """What one shard of the source and one of the destination have in common, for all pairs: they make up the block.
+
+    Whoever has only some of the shards, on either side, has whole pieces. Raises as `plan` does.
+    """
+    senders, receivers = owners_by_tile("source", source), owners_by_tile("destination", destination)
+    starts, stops = intersect(np.array(list(senders)), np.array(list(receivers)))
+    is_shared = (starts < stops).all(axis=-1)
+    bounds = zip(starts[is_shared].tolist(), stops[is_shared].tolist(), strict=True)
+    return tuple(Tile(*(Span(*span) for span in zip(first, end, strict=True))) for first, end in bounds)
 
 
 def expand(

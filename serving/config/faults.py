@@ -87,8 +87,8 @@ def _gang_faults(config: Config) -> list[str]:
         key = f"{name}.processes"
         if num_devices % own.processes:
             faults.append(f"{key}: {own.processes} do not divide the {num_devices} devices of {name}.mesh ({own.mesh})")
-        if config.mode == "disaggregated":
-            faults.append(f'{key}: a gang hands no KV over; use mode = "aggregated", or one process')
+        if config.mode == "disaggregated" and config.kv.transport == "grpc":
+            faults.append(f'{key}: a gang hands KV over by Mooncake alone, and kv.transport is "grpc"')
         if own.mesh.pipe > 1:
             faults.append(f"{key}: a gang has no stages; {name}.mesh.pipe is {own.mesh.pipe}")
         if config.kv.store.enabled:

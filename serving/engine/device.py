@@ -39,6 +39,7 @@ class StepDone(NamedTuple):
     enqueued_ns: int  # the launch returned
     done_ns: int
     was_overlapped: bool  # launched before the previous step's tokens had reached the host
+    ticket: int | None = None  # of an export or a land: see `Step`
 
 
 class _InFlight(NamedTuple):
@@ -115,6 +116,7 @@ class DeviceThread:
                     enqueued_ns=flight.enqueued_ns,
                     done_ns=time.perf_counter_ns(),
                     was_overlapped=flight.was_overlapped,
+                    ticket=flight.step.ticket,
                 )
             )
 

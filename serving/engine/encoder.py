@@ -290,14 +290,17 @@ class StepEncoder:
             fields["destination"][partition, index] = destination
         return Step(plan.number, StepKind.COPY, 0, packed)
 
-    def encode_export(self, number: int, partition: int, blocks: Sequence[int]) -> Step:
+    def encode_export(self, number: int, partition: int, blocks: Sequence[int], ticket: int | None = None) -> Step:
         """Read blocks of one partition, at most as many as the largest transfer bucket."""
         bucket = self._bucket_for(StepKind.EXPORT, len(blocks))
         packed, fields = self._blank(StepKind.EXPORT, bucket)
         fields["source"][partition, : len(blocks)] = blocks
-        return Step(number, StepKind.EXPORT, bucket, packed, partition=partition, num_blocks=len(blocks))
+        num_blocks = len(blocks)
+        return Step(number, StepKind.EXPORT, bucket, packed, partition=partition, num_blocks=num_blocks, ticket=ticket)
 
-    def encode_land(self, number: int, partition: int, blocks: Sequence[int], payload: np.ndarray) -> Step:
+    def encode_land(
+        self, number: int, partition: int, blocks: Sequence[int], payload: np.ndarray, ticket: int | None = None
+    ) -> Step:
         """Overwrite blocks of one partition with `payload` [len(blocks), ...].
 
         The payload is copied only where the bucket has more room than it has blocks.
@@ -305,11 +308,16 @@ class StepEncoder:
         bucket = self._bucket_for(StepKind.LAND, len(blocks))
         packed, fields = self._blank(StepKind.LAND, bucket)
         fields["destination"][partition, : len(blocks)] = blocks
-        if bucket > len(blocks):
-            padded = np.zeros((bucket, *payload.shape[1:]), payload.dtype)
-            padded[: len(blocks)] = payload
-            payload = padded
-        return Step(number, StepKind.LAND, bucket, packed, partition=partition, num_blocks=len(blocks), payload=payload)
+        return Step(
+            number,
+            StepKind.LAND,
+            bucket,
+            packed,
+            partition=partition,
+            num_blocks=len(blocks),
+            payload=padded(payload, bucket),
+            ticket=ticket,
+        )
 
     def _blank(self, kind: StepKind, bucket: int = 0) -> tuple[np.ndarray, dict[str, np.ndarray]]:
         return self._layouts[kind, bucket].blank(self._shapes.num_partitions)
@@ -319,6 +327,15 @@ class StepEncoder:
         for part in parts:
             found[part.slot.partition].append(part)
         return found
+
+
+def padded(payload: np.ndarray, bucket: int) -> np.ndarray:
+    """Blocks [b, layers, block_size, features] as the land of a bucket takes them. A copy where it has more room."""
+    if bucket == len(payload):
+        return payload
+    found = np.zeros((bucket, *payload.shape[1:]), payload.dtype)
+    found[: len(payload)] = payload
+    return found
 
 
 def _places(shapes: StepShapes) -> tuple[np.ndarray, ...]:

@@ -113,20 +113,35 @@ class Engine:
         self.wake()
         return is_running
 
-    def export(self, partition: int, blocks: Sequence[int], on_done: Callable[[np.ndarray], None]) -> None:
+    def export(
+        self,
+        partition: int,
+        blocks: Sequence[int],
+        on_done: Callable[[np.ndarray], None],
+        ticket: int | None = None,
+    ) -> None:
         """Reads blocks behind all that was launched; `on_done` gets [len(blocks), layers, block_size, features].
 
-        Nothing launched later is seen in it. At least one block; an error of `on_done` is a fault of the engine.
+        Nothing launched later is seen in it. At least one block; an error of `on_done` is a fault of the engine. Of a
+        gang each member reads what its devices carry; `ticket` is what they all call these blocks.
         """
-        self._exchange.export(partition, blocks, on_done)
+        self._exchange.export(partition, blocks, on_done, ticket)
         self._idle.clear()
 
-    def land(self, partition: int, blocks: Sequence[int], payload: np.ndarray, on_done: Callable[[], None]) -> None:
+    def land(
+        self,
+        partition: int,
+        blocks: Sequence[int],
+        payload: np.ndarray,
+        on_done: Callable[[], None],
+        ticket: int | None = None,
+    ) -> None:
         """Overwrites blocks with `payload`, shaped and typed as `export` gives it, before all that is launched later.
 
         `payload` must not change until `on_done`. At least one block; an error of `on_done` is a fault of the engine.
+        `ticket`: as in `export`.
         """
-        self._exchange.land(partition, blocks, payload, on_done)
+        self._exchange.land(partition, blocks, payload, on_done, ticket)
         self._idle.clear()
 
     def wake(self) -> None:

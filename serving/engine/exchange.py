@@ -39,7 +39,13 @@ class BlockExchange:
         """Takes an export or a land that is done."""
         self._in_flight.pop(done.number)(done)
 
-    def export(self, partition: int, blocks: Sequence[int], on_done: Callable[[np.ndarray], None]) -> None:
+    def export(
+        self,
+        partition: int,
+        blocks: Sequence[int],
+        on_done: Callable[[np.ndarray], None],
+        ticket: int | None = None,
+    ) -> None:
         """Reads blocks; `on_done` gets them as one array [len(blocks), layers, block_size, features]."""
         parts: list[np.ndarray] = []
 
@@ -50,10 +56,17 @@ class BlockExchange:
                 on_done(parts[0] if len(parts) == 1 else np.concatenate(parts))
 
         for start, end in self._pieces(blocks):
-            step = self._encoder.encode_export(next(self._numbers), partition, blocks[start:end])
+            step = self._encoder.encode_export(next(self._numbers), partition, blocks[start:end], ticket)
             self._launch(step, functools.partial(take, end - start, end == len(blocks)))
 
-    def land(self, partition: int, blocks: Sequence[int], payload: np.ndarray, on_done: Callable[[], None]) -> None:
+    def land(
+        self,
+        partition: int,
+        blocks: Sequence[int],
+        payload: np.ndarray,
+        on_done: Callable[[], None],
+        ticket: int | None = None,
+    ) -> None:
         """Overwrites blocks with `payload` [len(blocks), layers, block_size, features], which stays as it is till then.
 
         Raises:
@@ -67,7 +80,8 @@ class BlockExchange:
                 on_done()
 
         for start, end in self._pieces(blocks):
-            step = self._encoder.encode_land(next(self._numbers), partition, blocks[start:end], payload[start:end])
+            own, part = blocks[start:end], payload[start:end]
+            step = self._encoder.encode_land(next(self._numbers), partition, own, part, ticket)
             self._launch(step, functools.partial(take, end == len(blocks)))
 
     def _pieces(self, blocks: Sequence[int]) -> Iterator[tuple[int, int]]:

@@ -91,6 +91,7 @@ class Step:
     partition: int = 0  # whose blocks an export or a land moves
     num_blocks: int = 0  # of an export or a land; the rest of the bucket is padding
     payload: np.ndarray | None = None  # land only: [bucket, layers, block_size, features] in the pages' dtype
+    ticket: int | None = None  # of an export or a land: what others that take part in it call its blocks
 
 
 @dataclass(frozen=True, slots=True)

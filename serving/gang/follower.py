@@ -1,7 +1,7 @@
 """A follower of a gang as a process: it calls its leader, loads its part of the model, and runs the steps it is told.
 
-It has no port, no scheduler and no request. It ends with its leader's stream, in whatever way that ends; a signal does
-not end it, since the leader may still drain.
+It has no port but for its part of the KV, no scheduler and no request. It ends with its leader's stream, in whatever
+way that ends; a signal does not end it, since the leader may still drain.
 """
 
 import asyncio
@@ -24,9 +24,10 @@ from moonshard.serving.deploy.startup import ProcessStart, startup_message
 from moonshard.serving.deploy.status_pipe import Status
 from moonshard.serving.gang.members import GangFault, Member, end_at_once, made_of, meet
 from moonshard.serving.gang.watch import LOOKS_PER_TIMEOUT, Watched
+from moonshard.serving.transfer.transports import openness
 
 if TYPE_CHECKING:  # what needs jax is imported once all members are there
-    from moonshard.serving.gang.following import Serve
+    from moonshard.serving.gang.following import Steps
 
 METHOD = f"/{link_pb2.DESCRIPTOR.services_by_name['Gang'].full_name}/Follow"
 RETRY_S = 0.1  # while the leader is not there
@@ -142,34 +143,35 @@ class Following:
         leader = Watched("the leader of the gang")
         outbox: asyncio.Queue[link_pb2.FollowerMessage] = asyncio.Queue()
         writing = asyncio.create_task(_write_all(self.call, outbox))
-        steps: asyncio.Queue[link_pb2.GangStep] = asyncio.Queue()
+        told: asyncio.Queue[link_pb2.LeaderMessage] = asyncio.Queue()
         begun = asyncio.Event()
-        reading = asyncio.create_task(_read_all(self.call, leader, begun, steps))
+        reading = asyncio.create_task(_read_all(self.call, leader, begun, told))
         loading = asyncio.create_task(self._load(coordinator))
         await asyncio.wait({loading, reading}, return_when=asyncio.FIRST_COMPLETED)
         if reading.done():
             reading.result()
         serve = loading.result()
-        outbox.put_nowait(link_pb2.FollowerMessage(ready=link_pb2.FollowerReady()))
-        self.status("ready", {})
+        outbox.put_nowait(link_pb2.FollowerMessage(ready=serve.ready))
+        self.status("ready", openness(self.config, self.role))
         timeout_s = self.config.worker.gang_timeout_s
         watching = asyncio.create_task(_watch(leader, begun, outbox, timeout_s))
-        running = asyncio.create_task(serve(steps, outbox))
+        running = asyncio.create_task(serve.run(told, outbox))
         done, _ = await asyncio.wait({reading, watching, running, writing}, return_when=asyncio.FIRST_COMPLETED)
         for task in done:
             task.result()
 
-    async def _load(self, coordinator: str) -> "Serve":
+    async def _load(self, coordinator: str) -> "Steps":
         loop = asyncio.get_running_loop()
 
         def progress(message: str) -> None:
             loop.call_soon_threadsafe(self.status, "progress", {"message": message})
 
-        def on_thread() -> "Serve":
+        def on_thread() -> "Steps":
             with self.start.timings.phase("jax"):
                 from moonshard.serving.gang.following import load
             meet(coordinator, self.member, timeout_s=self.config.worker.gang_join_timeout_s)
-            return load(self.config, self.role, progress, self.start)
+            key = cluster_key(self.config, os.environ).proofs
+            return load(self.config, self.role, key, progress, self.start)
 
         return await asyncio.to_thread(on_thread)
 
@@ -180,14 +182,14 @@ async def _write_all(call: Stream, outbox: asyncio.Queue[link_pb2.FollowerMessag
 
 
 async def _read_all(
-    call: Stream, leader: Watched, begun: asyncio.Event, steps: asyncio.Queue[link_pb2.GangStep]
+    call: Stream, leader: Watched, begun: asyncio.Event, told: asyncio.Queue[link_pb2.LeaderMessage]
 ) -> None:
     while True:
         message = await _read(call)
         leader.heard()
         match message.WhichOneof("message"):
-            case "step":
-                steps.put_nowait(message.step)
+            case "step" | "order":
+                told.put_nowait(message)
             case "beat":
                 begun.set()
             case "end":

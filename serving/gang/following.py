@@ -1,9 +1,9 @@
 """What a follower runs: its part of the model, on a device thread, step by step as it is told. Needs jax."""
 
 import asyncio
-from collections.abc import Callable, Coroutine
-from dataclasses import dataclass
-from typing import Any
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import jax
 import numpy as np
@@ -13,19 +13,23 @@ from moonshard.serving.config.keys import Config, WorkerRole
 from moonshard.serving.deploy.startup import ProcessStart
 from moonshard.serving.engine.compiled.store import ProgramStore
 from moonshard.serving.engine.device import DeviceThread, StepDone
+from moonshard.serving.engine.encoder import padded
 from moonshard.serving.engine.loading.model import LoadedModel, Progress, load_model
 from moonshard.serving.engine.programs import Drawn, Launched, Programs
-from moonshard.serving.engine.steps import Step
-from moonshard.serving.gang.steps import StepChain, digest_of, step_from
+from moonshard.serving.engine.steps import Step, StepKind
+from moonshard.serving.gang.part import PlanePart, ready_message
+from moonshard.serving.gang.steps import GangDiverged, StepChain, digest_of, step_from
+from moonshard.serving.transfer.plane import KvPlane
+from moonshard.serving.transfer.transports import KvTransports
 
-Serve = Callable[[asyncio.Queue[link_pb2.GangStep], asyncio.Queue[link_pb2.FollowerMessage]], Coroutine[Any, Any, None]]
 
-
-def load(config: Config, role: WorkerRole, progress: Progress, start: ProcessStart) -> Serve:
-    """Raises what `load_model` raises, and what `progress` does."""
+def load(config: Config, role: WorkerRole, key: bytes, progress: Progress, start: ProcessStart) -> "Steps":
+    """Raises what `load_model` and `KvTransports.open_plane` raise, and what `progress` does. `key`: the cluster's."""
     store = None if start.programs is None else ProgramStore(start.programs)
     model = load_model(config, role, progress, timings=start.timings, store=store)
-    return Steps(model).run
+    with start.timings.phase("kv plane"):
+        plane = None if role == "both" else KvTransports(config, key).open_plane(model)
+    return Steps(model, plane)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,44 +42,74 @@ class _FollowedPrograms:
         return self.programs.launch(step)
 
     def fetch(self, launched: Launched) -> Drawn | np.ndarray | None:
-        """What was drawn, as the devices gave it: whose row is whose only the leader knows."""
+        """What was drawn, as the devices gave it: whose row is whose only the leader knows. Of an export its blocks."""
+        if launched.step.kind is StepKind.EXPORT:
+            return self.programs.fetch(launched)
         jax.block_until_ready((launched.results, launched.scores, launched.guesses))
         return None if launched.step.sampling is None else np.asarray(launched.results[0])
 
 
 class Steps:
-    """The steps of one follower."""
+    """The steps of one follower, and of its plane the orders."""
 
-    def __init__(self, model: LoadedModel):
+    def __init__(self, model: LoadedModel, plane: KvPlane | None):
+        self.ready = ready_message(plane)
+        self._plane = plane
         self._programs = model.programs
         self._num_partitions = model.shapes.num_partitions
         self._num_words = -(-model.vocab_size // 32)
         self._chain = StepChain()
 
     async def run(
-        self, steps: asyncio.Queue[link_pb2.GangStep], outbox: asyncio.Queue[link_pb2.FollowerMessage]
+        self, told: asyncio.Queue[link_pb2.LeaderMessage], outbox: asyncio.Queue[link_pb2.FollowerMessage]
     ) -> None:
-        """Until a step is not the next one, or a launch fails: raises that."""
+        """Until a step or an order is not the next one, or fails: raises that."""
         loop = asyncio.get_running_loop()
         failed: asyncio.Future[None] = loop.create_future()
 
-        def tell(done: StepDone) -> None:
-            drawn = b"" if done.exported is None else digest_of(done.exported)
-            message = link_pb2.FollowerMessage(done=link_pb2.FollowerDone(number=done.number, drawn=drawn))
-            loop.call_soon_threadsafe(outbox.put_nowait, message)
+        def answer(what: link_pb2.FollowerAnswer) -> None:
+            outbox.put_nowait(link_pb2.FollowerMessage(answer=what))
 
         def fail(error: BaseException) -> None:
-            loop.call_soon_threadsafe(failed.set_exception, error)
+            if not failed.done():
+                failed.set_exception(error)
 
-        device = DeviceThread(_FollowedPrograms(self._programs), on_done=tell, on_failed=fail)
+        part = None if self._plane is None else PlanePart(self._plane, answer, fail)
+
+        def done(step: StepDone) -> None:
+            is_export = step.kind is StepKind.EXPORT
+            if is_export and part is not None:
+                assert step.exported is not None  # the device's own kind of answer
+                assert step.ticket is not None  # as of every export that a gang is told
+                part.exported(step.ticket, step.exported[: step.num_blocks])
+            drawn = b"" if is_export or step.exported is None else digest_of(step.exported)
+            outbox.put_nowait(link_pb2.FollowerMessage(done=link_pb2.FollowerDone(number=step.number, drawn=drawn)))
+
+        def on_loop[T](handle: Callable[[T], None], what: T) -> None:
+            loop.call_soon_threadsafe(handle, what)
+
+        device = DeviceThread(
+            _FollowedPrograms(self._programs),
+            on_done=functools.partial(on_loop, done),
+            on_failed=functools.partial(on_loop, fail),
+        )
         device.start()
         while True:
-            getting = asyncio.create_task(steps.get())
+            getting = asyncio.create_task(told.get())
             await asyncio.wait({getting, failed}, return_when=asyncio.FIRST_COMPLETED)
             if failed.done():
                 failed.result()
-            device.submit(self._step(getting.result()))
+            message = getting.result()
+            if message.HasField("step"):
+                device.submit(self._step(message.step, part))
+            elif part is not None:
+                part.obey(message.order)
 
-    def _step(self, message: link_pb2.GangStep) -> Step:
+    def _step(self, message: link_pb2.GangStep, part: PlanePart | None) -> Step:
         self._chain.check(message)
-        return step_from(message, num_partitions=self._num_partitions, num_words=self._num_words)
+        step = step_from(message, num_partitions=self._num_partitions, num_words=self._num_words)
+        if step.kind is not StepKind.LAND:
+            return step
+        if part is None or step.ticket is None:
+            raise GangDiverged(f"step {step.number} lands what was not copied out")
+        return replace(step, payload=padded(part.payload(step.ticket, step.num_blocks), step.bucket))

@@ -16,6 +16,7 @@ from moonshard.rpc.link import PROTOCOL_VERSION
 from moonshard.rpc.status import FailedPrecondition, InvalidArgument, RequestError, abort
 from moonshard.serving.config.keys import ConfigError
 from moonshard.serving.gang.members import GangFault
+from moonshard.serving.gang.orders import Orders
 from moonshard.serving.gang.watch import LOOKS_PER_TIMEOUT, Watched
 
 SERVICE = link_pb2.DESCRIPTOR.services_by_name["Gang"]
@@ -33,7 +34,7 @@ class Follower:
     def __init__(self, member: int):
         self.member = member
         self.watched = Watched(f"member {member} of the gang")
-        self.is_ready = False
+        self.ready: link_pb2.FollowerReady | None = None
         self.outbox: asyncio.Queue[bytes | None] = asyncio.Queue()
         self.has_ended = asyncio.Event()
 
@@ -51,6 +52,7 @@ class Gang:
         self._changed = asyncio.Condition()
         self._watching: asyncio.Task[None] | None = None
         self._is_ending = False
+        self.orders = Orders(num_members, self._tell_order)
         self._drawn = OrderedDict[int, dict[bytes, list[str]]]()  # who drew what in a step
         self.failed: asyncio.Future[None] = self._loop.create_future()
 
@@ -68,7 +70,7 @@ class Gang:
 
     async def wait_ready(self, timeout_s: float) -> None:
         """Until all followers have loaded; then they are watched. Raises as `gather`, and what became of one."""
-        await self._until(lambda member: self._followers[member].is_ready, timeout_s, "has not loaded")
+        await self._until(lambda member: self._followers[member].ready is not None, timeout_s, "has not loaded")
         self._watching = asyncio.create_task(self._watch())
 
     async def _until(self, is_there: Callable[[int], bool], timeout_s: float, what: str) -> None:
@@ -83,6 +85,12 @@ class Gang:
             raise ConfigError([f"worker.gang_join_timeout_s: member {members} {what} in {timeout_s:g} s"]) from None
         if self.failed.done():
             self.failed.result()
+
+    @property
+    def ready(self) -> list[link_pb2.FollowerReady]:
+        """What the followers that have loaded say of themselves, in their order."""
+        followers = [self._followers[member] for member in sorted(self._followers)]
+        return [follower.ready for follower in followers if follower.ready is not None]
 
     # ---- while it serves
 
@@ -111,6 +119,11 @@ class Gang:
             for follower in self._followers.values():
                 if (fault := follower.watched.look(self._timeout_s)) is not None:
                     self._fail(GangFault(fault))
+            if (fault := self.orders.look(self._timeout_s)) is not None:
+                self._fail(GangFault(fault))
+
+    def _tell_order(self, order: link_pb2.GangOrder) -> None:
+        self._tell_all(link_pb2.LeaderMessage(order=order).SerializeToString())
 
     def _tell_step(self, encoded: bytes) -> None:
         for follower in self._followers.values():
@@ -190,17 +203,25 @@ class Gang:
             follower.watched.heard()
             match message.WhichOneof("message"):
                 case "ready":
-                    follower.is_ready = True
+                    follower.ready = message.ready
                     await self._notify()
                 case "done":
                     follower.watched.done()
                     if message.done.drawn:
                         self._compare(message.done.number, message.done.drawn, follower.watched.name)
+                case "answer":
+                    self._take(follower, message.answer)
                 case "fault":
                     self._fail(_fault_of(follower, message.fault))
                     return
                 case _:
                     pass
+
+    def _take(self, follower: Follower, answer: link_pb2.FollowerAnswer) -> None:
+        try:
+            self.orders.answered(follower.member, answer)
+        except GangFault as fault:
+            self._fail(fault)
 
     async def _notify(self) -> None:
         async with self._changed:

@@ -56,7 +56,8 @@ def _shared(config: Config) -> Config:
     worker = replace(config.worker, host="", port=0, gateways=())
     prefill, decode = replace(config.prefill, port=0), replace(config.decode, port=0)
     cluster = replace(config.cluster, key_file=None)  # who joins has proved that it has the same key
-    return replace(config, worker=worker, prefill=prefill, decode=decode, cluster=cluster)
+    kv = replace(config.kv, host=None)
+    return replace(config, worker=worker, prefill=prefill, decode=decode, cluster=cluster, kv=kv)
 
 
 def _digest(text: str) -> str:

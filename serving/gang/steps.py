@@ -60,8 +60,11 @@ class StepChain:
 
 
 def step_message(step: Step) -> link_pb2.GangStep:
-    """Of a step whose masks are known. ValueError for one with KV from elsewhere, of which each member has a part."""
-    if step.payload is not None:
+    """Of a step whose masks are known. KV from elsewhere is not told: each member has its part, by the step's ticket.
+
+    ValueError where there is no ticket.
+    """
+    if step.payload is not None and step.ticket is None:
         raise ValueError("blocks land on each member by itself")
     return link_pb2.GangStep(
         number=step.number,
@@ -75,11 +78,12 @@ def step_message(step: Step) -> link_pb2.GangStep:
         num_ahead=step.num_ahead,
         partition=step.partition,
         num_blocks=step.num_blocks,
+        ticket=step.ticket,
     )
 
 
 def step_from(message: link_pb2.GangStep, *, num_partitions: int, num_words: int) -> Step:
-    """The step to launch. `num_words`: of a row of masks."""
+    """The step to launch, but for the payload of a land. `num_words`: of a row of masks."""
 
     def rows(data: bytes) -> np.ndarray | None:
         return np.frombuffer(data, np.int32).reshape(num_partitions, -1) if data else None
@@ -99,6 +103,7 @@ def step_from(message: link_pb2.GangStep, *, num_partitions: int, num_words: int
         num_ahead=message.num_ahead,
         partition=message.partition,
         num_blocks=message.num_blocks,
+        ticket=message.ticket if message.HasField("ticket") else None,
     )
 
 

@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, assert_never
 
 import grpc
 
+from moonshard.kv.listening import listening_ports
 from moonshard.kv.slab import Slab, SlabTooLarge
+from moonshard.kv.slab_shards import num_held_bytes
 from moonshard.kv.transfer import Transport
-from moonshard.serving.config.keys import Config, ConfigError, kv_host_of
+from moonshard.serving.config.keys import Config, ConfigError, WorkerRole, kv_host_of, processes_of
 from moonshard.serving.config.kv_ports import library_ports
 from moonshard.serving.config.tls import link_credentials
 from moonshard.serving.engine.capacity.memory import free_memory_bytes
@@ -20,6 +22,20 @@ from moonshard.serving.transfer.grpc_stream import GrpcTransport, KvStreamReceiv
 if TYPE_CHECKING:
     from moonshard.serving.engine.loading.model import LoadedModel
     from moonshard.serving.transfer.plane import KvPlane
+
+
+def openness(config: Config, role: WorkerRole, port: int = 0) -> dict[str, object]:
+    """The ports besides a worker's own that are open without the cluster's key, in words for the ready message.
+
+    `port`: the worker's own; a follower of a gang has none.
+    """
+    if role == "both" or config.kv.transport != "mooncake":
+        return {}
+    ports = ", ".join(map(str, sorted(listening_ports() - {port})))
+    whose = (
+        "Mooncake's ports" if processes_of(config, role) == 1 else "the ports of Mooncake and the gang's collectives"
+    )
+    return {"message": f"ready; open to whoever reaches them are {whose}: {ports}"} if ports else {}
 
 
 class KvTransports:
@@ -35,8 +51,11 @@ class KvTransports:
         if self._receiver is not None:
             self._receiver.add_to(server)
 
-    def open_plane(self, model: "LoadedModel", port: int) -> "KvPlane":
+    def open_plane(self, model: "LoadedModel", port: int = 0) -> "KvPlane":
         """Allocate the slab and start the transport. This blocks, for longest where Mooncake's ports are still at rest.
+
+        Of a gang each member has a slab with its own parts of as many blocks. `port`: of the worker's server; a
+        follower has none.
 
         Raises:
             ConfigError: the slab has not one cell per partition, or the machine has not that much memory left.
@@ -45,7 +64,7 @@ class KvTransports:
         from moonshard.serving.transfer.plane import KvPlane  # with jax, which is not waited for where a server starts
 
         num_partitions, block_bytes = model.pool.num_partitions, model.block_bytes
-        num_cells = self._config.kv.slab_bytes // (block_bytes * num_partitions) * num_partitions
+        num_cells = self._config.kv.slab_bytes // (block_bytes * num_partitions)
         if num_cells == 0:
             raise ConfigError(
                 [
@@ -54,7 +73,8 @@ class KvTransports:
                 ]
             )
         try:
-            slab = Slab(num_cells, block_bytes, available_bytes=free_memory_bytes())
+            held_bytes = sum(num_held_bytes(model.layout.groups[0], owners) for owners in model.held)
+            slab = Slab(num_cells, max(1, held_bytes), available_bytes=free_memory_bytes())
         except SlabTooLarge as error:
             raise ConfigError([f"kv.slab_bytes: {error}"]) from error
         return KvPlane(
@@ -64,6 +84,8 @@ class KvTransports:
             layout=model.layout,
             fingerprint=model.fingerprint,
             num_partitions=num_partitions,
+            held=model.held,
+            num_cells=num_cells,
         )
 
     def _start(self, port: int) -> Transport:

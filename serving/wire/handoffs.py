@@ -12,8 +12,11 @@ from moonshard.rpc import link_pb2
 from moonshard.rpc.link import EPOCH_BYTES, REQUEST_ID_BYTES
 from moonshard.rpc.status import InvalidArgument
 from moonshard.serving.control.handoff import messages as m
+from moonshard.serving.wire.tiles import tile_from, tile_message
+from moonshard.sharding.layout import Tile
 
 MAX_DURATION_S = 86_400.0
+MAX_PIECES = 1024  # of a block: what it takes to check that they make it up grows with their square
 
 _CAUSES = {link_pb2.HandoffCause.Value(f"HANDOFF_CAUSE_{cause.name}"): cause for cause in m.Cause}
 
@@ -150,7 +153,10 @@ def credits_from(credits: link_pb2.Credits) -> m.Credits:
 # ---- prefill worker to gateway, and on to the decode worker
 
 
-def manifest_message(manifest: m.Manifest, phases: link_pb2.TransferPhases | None = None) -> link_pb2.Manifest:
+def manifest_message(
+    manifest: m.Manifest, pieces: Iterable[Tile], phases: link_pb2.TransferPhases | None = None
+) -> link_pb2.Manifest:
+    """`pieces`: that its checksums are of; none: whole blocks."""
     return link_pb2.Manifest(
         handoff=manifest.handoff,
         writer_epoch=epoch_bytes(manifest.writer_epoch),
@@ -160,16 +166,20 @@ def manifest_message(manifest: m.Manifest, phases: link_pb2.TransferPhases | Non
         checksums=manifest.checksums,
         is_last=manifest.is_last,
         phases=phases,
+        pieces=map(tile_message, pieces),
     )
 
 
 def check_columns(manifest: link_pb2.Manifest) -> None:
-    if not len(manifest.blocks) == len(manifest.grants) == len(manifest.checksums):
+    num_checksums = len(manifest.blocks) * max(1, len(manifest.pieces))
+    if len(manifest.blocks) != len(manifest.grants) or len(manifest.checksums) != num_checksums:
         raise InvalidArgument("blocks, grants and checksums of a manifest do not pair up", field="blocks")
 
 
 def manifest_from(manifest: link_pb2.Manifest) -> m.Manifest:
     check_columns(manifest)
+    if len(manifest.pieces) > MAX_PIECES:
+        raise InvalidArgument(f"a block of a manifest has at most {MAX_PIECES} pieces", field="pieces")
     return m.Manifest(
         handoff=handoff_from(manifest.handoff),
         writer_epoch=epoch_from(manifest.writer_epoch, "writer_epoch"),
@@ -178,6 +188,7 @@ def manifest_from(manifest: link_pb2.Manifest) -> m.Manifest:
         grants=_grants(manifest.grants),
         checksums=tuple(manifest.checksums),
         is_last=manifest.is_last,
+        pieces=tuple(map(tile_from, manifest.pieces)),
     )
 
 

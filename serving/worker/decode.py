@@ -10,11 +10,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import numpy as np
-
 from moonshard.kv.blocks import BlockPool
 from moonshard.kv.prefix import PrefixCache
-from moonshard.kv.transfer import ChecksumMismatch
 from moonshard.rpc import link_pb2
 from moonshard.rpc.status import NotFound
 from moonshard.serving.control.batching.queue import Rejected
@@ -24,7 +21,7 @@ from moonshard.serving.control.handoff.decode import DecodeSide, DecodeSideConfi
 from moonshard.serving.control.request import Request
 from moonshard.serving.engine.engine import Engine
 from moonshard.serving.observe.spans.span import CANCELLED
-from moonshard.serving.transfer.plane import KvPlane
+from moonshard.serving.transfer.plane import Plane
 from moonshard.serving.wire import handoffs as handoff_wire
 from moonshard.serving.wire import requests as wire
 from moonshard.serving.wire.link import Link
@@ -56,7 +53,7 @@ class DecodeHandoffs:
         batch: r.SchedulerView,
         pool: BlockPool,
         cache: PrefixCache,
-        plane: KvPlane,
+        plane: Plane,
         epoch: int,
         on_join: Callable[[bytes, Link], None],
         spans: WorkerSpans,
@@ -81,7 +78,6 @@ class DecodeHandoffs:
             cache=cache,
             batch=batch,
         )
-        self._copies: dict[int, np.ndarray] = {}  # private ones that are intact, by ticket
         self._background = Background(on_fault)
 
     @property
@@ -156,7 +152,7 @@ class DecodeHandoffs:
                 case m.CopyOut():
                     self._background.spawn(self._copy(action))
                 case m.Land():
-                    self._engine.land(action.partition, action.blocks, self._copies.pop(action.ticket), lambda: None)
+                    self._land(action)
 
     def _answer(self, reserved: r.Reserved[Link]) -> None:
         self._spans.phase(reserved.target.handoff, "reserve", reserved.arrived_s)
@@ -174,14 +170,15 @@ class DecodeHandoffs:
                 link.send(link_pb2.WorkerMessage(failed=failed))
 
     async def _copy(self, copy: m.CopyOut) -> None:
-        copied = await self._plane.copy_out(copy.partition, copy.cells, copy.checksums)
-        is_intact = not isinstance(copied, ChecksumMismatch)
-        if is_intact:
-            self._copies[copy.ticket] = copied
-        else:
-            logger.warning("a published block is not what its manifest says: %s", copied)
-        self._do(self._reservations.verified(copy.ticket, is_intact, time.perf_counter()))
-        self._copies.pop(copy.ticket, None)  # of a handoff that was given up meanwhile
+        fault = await self._plane.copy_out(copy.ticket, copy.partition, copy.cells, copy.checksums, copy.pieces)
+        if fault is not None:
+            logger.warning("a published block is not what its manifest says: %s", fault)
+        self._do(self._reservations.verified(copy.ticket, fault is None, time.perf_counter()))
+        self._plane.drop(copy.ticket)  # of a handoff that was given up meanwhile
+
+    def _land(self, land: m.Land) -> None:
+        pages = self._plane.take(land.ticket)
+        self._engine.land(land.partition, land.blocks, pages, lambda: None, ticket=land.ticket)
 
     def _join(self, join: m.Join, link: Link) -> None:
         land_ms = (time.perf_counter() - join.started_s) * 1e3

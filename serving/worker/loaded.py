@@ -16,9 +16,10 @@ from moonshard.serving.engine.device import Executor
 from moonshard.serving.engine.loading.model import LoadedModel, Progress, load_model
 from moonshard.serving.gang.executor import GangExecutor
 from moonshard.serving.gang.leader import Gang
+from moonshard.serving.gang.plane import GangPlane
 from moonshard.serving.observe.rows.steps import RecordedSteps
 from moonshard.serving.observe.spans.export import SpanExport
-from moonshard.serving.transfer.plane import KvPlane
+from moonshard.serving.transfer.plane import KvPlane, Plane
 from moonshard.serving.worker.spans import WorkerSpans
 from moonshard.serving.worker.store.opening import open_tiers
 from moonshard.serving.worker.worker import Worker
@@ -29,14 +30,20 @@ class Loaded:
     """All that takes a while, of which `worker` makes a worker on the event loop."""
 
     model: LoadedModel
-    plane: KvPlane | None
+    plane: Plane | None
     tiers: TierStack | None
     compilations: CompilationCounter
     executor: Executor | None = None  # what runs the model's steps; None: its programs, by themselves
 
     def led_by(self, gang: Gang) -> "Loaded":
-        """The same, whose steps the followers of a gang run too."""
-        return replace(self, executor=GangExecutor(self.model.programs, gang))
+        """The same, whose steps the followers of a gang run too, now that they have loaded.
+
+        GangFault where their parts of the KV are not a whole.
+        """
+        plane = self.plane
+        if isinstance(plane, KvPlane):
+            plane = GangPlane(plane, gang.orders, gang.ready)
+        return replace(self, executor=GangExecutor(self.model.programs, gang), plane=plane)
 
     def worker(self, config: Config, role: WorkerRole, export: SpanExport | None, recorded: RecordedSteps) -> Worker:
         """The worker, not started; whatever is compiled from now on is a fault."""

@@ -26,12 +26,13 @@ from moonshard.serving.engine.engine import Engine
 from moonshard.serving.engine.events import Emitted
 from moonshard.serving.observe.spans.span import CANCELLED
 from moonshard.serving.transfer.endpoint import Endpoint, endpoint_from, plan_to
-from moonshard.serving.transfer.plane import KvPlane
+from moonshard.serving.transfer.plane import Plane, pieces_to
 from moonshard.serving.wire import handoffs as handoff_wire
 from moonshard.serving.wire import requests as wire
 from moonshard.serving.wire.link import Link
 from moonshard.serving.worker.background import Background
 from moonshard.serving.worker.spans import WorkerSpans
+from moonshard.sharding.layout import Tile
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +43,7 @@ class _Leg:
 
     request: Request  # as the client asked
     remote: Endpoint
+    pieces: tuple[Tile, ...]  # by which blocks are checked on their way there
     outputs: dict[int, link_pb2.SequenceOutput] = field(default_factory=dict)  # by choice
     staged_s: float | None = None  # when the first block was
     first_tokens_s: float | None = None
@@ -61,7 +63,7 @@ class PrefillHandoffs:
         engine: Engine,
         pool: BlockPool,
         cache: PrefixCache,
-        plane: KvPlane,
+        plane: Plane,
         epoch: int,
         quarantine_s: float,
         spans: WorkerSpans,
@@ -105,7 +107,8 @@ class PrefillHandoffs:
             return
         if self._publications.is_being_given_up(request.id):
             raise FailedPrecondition("this handoff is being given up", field="handoff")
-        self._legs[request.id] = _Leg(request=request, remote=remote)
+        pieces = pieces_to(self._plane.endpoint, remote)
+        self._legs[request.id] = _Leg(request=request, remote=remote, pieces=pieces)
         self._publications.begin(target, request, link, time.perf_counter())
         try:
             self._engine.submit(p.prefill_of(request), partition=wire.partition_from(run))
@@ -217,12 +220,13 @@ class PrefillHandoffs:
 
     def _chunk(self, manifest: m.Manifest) -> link_pb2.Manifest:
         """The manifest as a message. The last one tells how long the transfer took."""
-        if not manifest.is_last:
-            return handoff_wire.manifest_message(manifest)
         leg = self._legs[manifest.handoff]
+        pieces = leg.pieces if manifest.blocks else ()
+        if not manifest.is_last:
+            return handoff_wire.manifest_message(manifest, pieces)
         if leg.staged_s is not None:
             self._spans.phase(manifest.handoff, "transfer", leg.staged_s)
-        return handoff_wire.manifest_message(manifest, leg.phases(time.perf_counter()))
+        return handoff_wire.manifest_message(manifest, pieces, leg.phases(time.perf_counter()))
 
     def _first_tokens(self, first: m.FirstTokens) -> link_pb2.FirstTokens:
         leg = self._legs[first.handoff]
@@ -232,14 +236,18 @@ class PrefillHandoffs:
     def _export(self, stage: m.CopyIn) -> None:
         """Exports at once: the pages are read in launch order, before anything decided later can overwrite them."""
         blocks = [block for block, _ in stage.pairs]
-        self._engine.export(stage.partition, blocks, lambda pages: self._background.spawn(self._stage(stage, pages)))
+        leg = self._legs[self._publications.handoff_of(stage.ticket)]
 
-    async def _stage(self, stage: m.CopyIn, pages: np.ndarray) -> None:
+        def exported(pages: np.ndarray) -> None:
+            self._background.spawn(self._stage(stage, leg, pages))
+
+        self._engine.export(stage.partition, blocks, exported, ticket=stage.ticket)
+
+    async def _stage(self, stage: m.CopyIn, leg: _Leg, pages: np.ndarray) -> None:
         cells = [cell for _, cell in stage.pairs]
-        leg = self._legs.get(self._publications.handoff_of(stage.ticket))
-        if leg is not None and leg.staged_s is None:
+        if leg.staged_s is None:
             leg.staged_s = time.perf_counter()
-        checksums = await self._plane.stage(stage.partition, cells, pages)
+        checksums = await self._plane.stage(stage.ticket, stage.partition, cells, pages, leg.pieces)
         actions = self._publications.staged(stage.ticket)
         if any(isinstance(action, m.Write) and action.ticket == stage.ticket for action in actions):
             self._checksums[stage.ticket] = checksums

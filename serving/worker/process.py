@@ -17,7 +17,6 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from moonshard.kv.listening import listening_ports
 from moonshard.rpc import link_pb2
 from moonshard.rpc.addresses import host_port
 from moonshard.rpc.server.server import BoundServer, build_server
@@ -35,7 +34,7 @@ from moonshard.serving.observe.rows.schema import STARTS, STEPS
 from moonshard.serving.observe.rows.steps import NO_STEPS, RecordedSteps
 from moonshard.serving.observe.spans.export import exporting
 from moonshard.serving.store.ports import free_ports
-from moonshard.serving.transfer.transports import KvTransports
+from moonshard.serving.transfer.transports import KvTransports, openness
 from moonshard.serving.worker.link_service import SERVICE, LinkServicer
 from moonshard.serving.worker.registration.announcer import Credentials
 from moonshard.serving.worker.registration.registrar import Registrar, registered
@@ -108,8 +107,8 @@ async def _run(config: Config, role: WorkerRole, life: Life) -> int:
             keep_for_life()
             worker.start()
             ready.set_result(worker)
-            openness = functools.partial(_openness, config, role, server.port)
-            served = ServedWorker(worker, server, drain_timeout_s=life.drain_timeout_s, openness=openness, gang=gang)
+            opened = functools.partial(openness, config, role, server.port)
+            served = ServedWorker(worker, server, drain_timeout_s=life.drain_timeout_s, openness=opened, gang=gang)
             async with known_to_gateways(config, key, address, worker, life.stop):
                 return await life.live(served, name=address, recorder=recorder)
 
@@ -250,14 +249,6 @@ class ServedWorker:
             end_at_once(FAILED_EXIT_CODE, f"{error}; the gang ends")
         logger.error("the engine failed", exc_info=error)
         self.worker.fail()
-
-
-def _openness(config: Config, role: WorkerRole, port: int) -> dict[str, object]:
-    """The ports besides the worker's own that are open without the cluster's key, in words for the ready message."""
-    if role == "both" or config.kv.transport != "mooncake":
-        return {}
-    ports = ", ".join(map(str, sorted(listening_ports() - {port})))
-    return {"message": f"ready; open to whoever reaches them are Mooncake's ports: {ports}"} if ports else {}
 
 
 def _recorded_steps(recorder: Recorder, address: str) -> RecordedSteps:

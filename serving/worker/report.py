@@ -15,7 +15,7 @@ from moonshard.serving.control.batching.counters import Counters
 from moonshard.serving.control.tiers.writes import WriteQueue
 from moonshard.serving.engine.loading.model import LoadedModel
 from moonshard.serving.transfer.endpoint import Endpoint, endpoint_message
-from moonshard.serving.transfer.plane import KvPlane
+from moonshard.serving.transfer.plane import Plane
 
 
 def welcome_message(
@@ -64,7 +64,7 @@ def load_message(counters: Counters, **rest: object) -> link_pb2.WorkerLoad:
     )
 
 
-def kv_transfer_message(plane: KvPlane, slab: BlockPool, num_handoffs: int) -> link_pb2.KvTransfer:
+def kv_transfer_message(plane: Plane, slab: BlockPool, num_handoffs: int) -> link_pb2.KvTransfer:
     """The KV plane as it is now, with the slab's cells summed over the partitions."""
     counters = plane.counters
     counts = [slab.counts(partition) for partition in range(slab.num_partitions)]

@@ -29,7 +29,7 @@ from moonshard.serving.engine.engine import Engine
 from moonshard.serving.engine.events import StepReport
 from moonshard.serving.engine.loading.model import LoadedModel
 from moonshard.serving.observe.rows.steps import NO_STEPS, RecordedSteps
-from moonshard.serving.transfer.plane import KvPlane
+from moonshard.serving.transfer.plane import Plane
 from moonshard.serving.wire import handoffs as handoff_wire
 from moonshard.serving.wire import requests as wire
 from moonshard.serving.wire.link import Link
@@ -63,7 +63,7 @@ class Worker:
         role: WorkerRole,
         model: LoadedModel,
         compilations: CompilationCounter,
-        plane: KvPlane | None,
+        plane: Plane | None,
         tiers: TierStack | None = None,
         *,
         executor: Executor | None = None,
@@ -292,7 +292,7 @@ class Worker:
         self._record(done, plan)
 
 
-def _role(name: WorkerRole, parts: Parts, plane: KvPlane | None, config: Config) -> Role:
+def _role(name: WorkerRole, parts: Parts, plane: Plane | None, config: Config) -> Role:
     if plane is None:
         if name != "both":
             raise ValueError(f"a worker of role {name} moves KV")

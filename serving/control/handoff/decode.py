@@ -182,7 +182,8 @@ class DecodeSide:
         reservation.num_copying += len(cells)
         ticket = next(self._tickets)
         self._copying[ticket] = _Copying(reservation, manifest)
-        return (CopyOut(ticket=ticket, partition=partition, cells=cells, checksums=manifest.checksums),)
+        checksums, pieces = manifest.checksums, manifest.pieces
+        return (CopyOut(ticket=ticket, partition=partition, cells=cells, checksums=checksums, pieces=pieces),)
 
     def verified(self, ticket: int, is_intact: bool, now_s: float) -> tuple[DecodeAction, ...]:
         """The cells of a CopyOut were copied out, and the copy was compared with its checksums."""

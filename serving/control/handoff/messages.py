@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from moonshard.serving.control.request import Request
+from moonshard.sharding.layout import Tile
 
 
 class Cause(enum.Enum):
@@ -83,8 +84,9 @@ class Run:
 class Manifest:
     """P to gateway (Chunk) and on to D (Landed): these blocks of the prompt were written into these cells.
 
-    `blocks`, `grants` and `checksums` are parallel; blocks are numbered as in the Target. Checksums are of the bytes as
-    P staged them, one cell each. Only the last manifest of a prompt that D holds already names none.
+    `blocks` and `grants` are parallel; blocks are numbered as in the Target. Checksums are of the bytes as P staged
+    them: of each cell one, or with `pieces` one of each piece of a block. Only the last manifest of a prompt that D
+    holds already names none.
     """
 
     handoff: bytes
@@ -94,6 +96,7 @@ class Manifest:
     grants: tuple[Grant, ...]
     checksums: tuple[int, ...]
     is_last: bool
+    pieces: tuple[Tile, ...] = ()
 
 
 class ManifestHeader(Protocol):
@@ -228,6 +231,7 @@ class CopyOut:
     partition: int
     cells: tuple[int, ...]
     checksums: tuple[int, ...]
+    pieces: tuple[Tile, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -81,6 +81,16 @@ class LoadedModel:
         return len(self.programs.stages)
 
     @property
+    def held(self) -> tuple[frozenset[int], ...]:
+        """Of each partition the owners of the layout whose devices are this process's. A gang has one stage."""
+        owners = frozenset(shard.owner for shard in self.layout.groups[0].shards)
+        partitions = range(self.pool.num_partitions)
+        if self.num_stages > 1:
+            return tuple(owners for _ in partitions)
+        [stage] = self.programs.stages
+        return tuple(owners.intersection(stage.shards.own_parts(partition)) for partition in partitions)
+
+    @property
     def block_bytes(self) -> int:
         """Bytes of one whole block, whichever KV group it is of."""
         block = self.layout.groups[0].block

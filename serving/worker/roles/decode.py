@@ -4,7 +4,7 @@ from moonshard.rpc import link_pb2
 from moonshard.serving.config.keys import Config
 from moonshard.serving.engine.events import StepReport
 from moonshard.serving.transfer.endpoint import Endpoint
-from moonshard.serving.transfer.plane import KvPlane
+from moonshard.serving.transfer.plane import Plane
 from moonshard.serving.wire import requests as wire
 from moonshard.serving.wire.link import Link
 from moonshard.serving.worker.decode import DecodeHandoffConfig, DecodeHandoffs
@@ -30,7 +30,7 @@ class DecodeRole(Role):
 
     name = "decode"
 
-    def __init__(self, parts: Parts, plane: KvPlane, config: Config):
+    def __init__(self, parts: Parts, plane: Plane, config: Config):
         self._parts = parts
         self._plane = plane
         self._requests = ServedRequests(parts.engine, parts.spans, parts.limits, parts.came)

@@ -4,7 +4,7 @@ from moonshard.rpc import link_pb2
 from moonshard.serving.config.keys import KvConfig
 from moonshard.serving.control.plan import PrefillPlan
 from moonshard.serving.engine.events import StepReport
-from moonshard.serving.transfer.plane import KvPlane
+from moonshard.serving.transfer.plane import Plane
 from moonshard.serving.wire import requests as wire
 from moonshard.serving.wire.link import Link
 from moonshard.serving.worker.prefill import PrefillHandoffs
@@ -17,7 +17,7 @@ class PrefillRole(Role):
 
     name = "prefill"
 
-    def __init__(self, parts: Parts, plane: KvPlane, kv: KvConfig):
+    def __init__(self, parts: Parts, plane: Plane, kv: KvConfig):
         self._parts = parts
         self._plane = plane
         self.handoffs = PrefillHandoffs(

@@ -427,7 +427,11 @@ def test_configurations_are_immutable():
             ["decode.mesh.tensor=2", "decode.processes=3"],
             "decode.processes: 3 do not divide the 2 devices of decode.mesh",
         ),
-        (["mode=disaggregated", "decode.mesh.tensor=2"], "decode.processes: a gang hands no KV over"),
+        (["mode=disaggregated", "decode.mesh.tensor=2", "kv.transport=grpc"], "decode.processes: a gang hands KV over"),
+        (
+            ["mode=disaggregated", "decode.mesh.tensor=2", "prefill.processes=2", "prefill.mesh.pipe=2"],
+            "prefill.processes: a gang has no stages; prefill.mesh.pipe is 2",
+        ),
         (["decode.mesh.pipe=2"], "decode.processes: a gang has no stages; decode.mesh.pipe is 2"),
         (["decode.mesh.data=2", "kv.store.enabled=true"], "decode.processes: a gang keeps no KV beyond"),
         (["decode.mesh.data=2", "worker.host=10.0.0.1"], "worker.host: 10.0.0.1 opens the collectives of a gang"),

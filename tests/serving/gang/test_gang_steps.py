@@ -1,5 +1,7 @@
 """A step comes out of the wire as it went in, and one that is changed, lost, doubled or out of turn is noticed."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -36,6 +38,7 @@ def steps(draw: st.DrawFn, num_partitions: int) -> Step:
         num_ahead=draw(st.integers(0, 3)),
         partition=draw(st.integers(0, num_partitions - 1)),
         num_blocks=draw(st.integers(0, 9)),
+        ticket=draw(st.none() | st.integers(0, 2**62)),
     )
 
 
@@ -43,7 +46,7 @@ def as_told(step: Step) -> tuple[object, ...]:
     allowed = None if step.allowed is None else step.allowed()
     arrays = (step.metadata, step.sampling, step.scoring, step.guessing, allowed)
     shown = tuple(None if array is None else (array.dtype, array.tolist()) for array in arrays)
-    return (step.number, step.kind, step.bucket, *shown, step.num_ahead, step.partition, step.num_blocks)
+    return (step.number, step.kind, step.bucket, *shown, step.num_ahead, step.partition, step.num_blocks, step.ticket)
 
 
 @given(st.integers(1, 3).flatmap(lambda n: st.tuples(st.just(n), steps(n))))
@@ -52,6 +55,13 @@ def test_a_follower_launches_what_the_leader_launches(given_: tuple[int, Step]):
     encoded = step_message(step).SerializeToString()
     found = step_from(link_pb2.GangStep.FromString(encoded), num_partitions=num_partitions, num_words=NUM_WORDS)
     assert as_told(found) == as_told(step)
+
+
+def test_blocks_that_only_the_leader_has_cannot_be_landed():
+    land = Step(0, StepKind.LAND, 1, np.zeros((1, 1), np.int32), payload=np.zeros((1, 1, 1, 1)))
+    with pytest.raises(ValueError, match="by itself"):
+        step_message(land)
+    assert step_message(replace(land, ticket=0)).ticket == 0
 
 
 def sealed(num_steps: int) -> list[bytes]:

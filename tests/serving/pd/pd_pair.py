@@ -374,7 +374,9 @@ def decode_handoffs(worker: Worker) -> DecodeHandoffs:
 
 def kv_plane(worker: Worker) -> KvPlane:
     assert isinstance(worker.role, PrefillRole | DecodeRole)
-    return worker.role._plane
+    plane = worker.role._plane
+    assert isinstance(plane, KvPlane)
+    return plane
 
 
 async def until_as_it_began(worker: Worker) -> None:

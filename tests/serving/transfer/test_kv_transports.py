@@ -10,8 +10,18 @@ from moonshard.serving.config.keys import Config, ConfigError, KvConfig, ModelCo
 from moonshard.serving.engine.loading.model import LoadedModel
 from moonshard.serving.transfer import transports as kv_transports
 from moonshard.serving.transfer.transports import KvTransports
+from moonshard.sharding.layout import BlockShape, Layout, tile_group
 
-MODEL = cast(LoadedModel, SimpleNamespace(pool=SimpleNamespace(num_partitions=2), block_bytes=1024**2))
+BLOCK = BlockShape(name="kv", dtype="float32", itemsize_bytes=4, block_size=16, num_layers=64, num_features=256)
+MODEL = cast(
+    LoadedModel,
+    SimpleNamespace(
+        pool=SimpleNamespace(num_partitions=2),
+        block_bytes=1024**2,
+        layout=Layout(version=1, groups=(tile_group(BLOCK),)),
+        held=({0}, {0}),
+    ),
+)
 
 
 def refusal(slab_bytes: int) -> str:
@@ -33,5 +43,5 @@ def test_a_slab_below_a_block_per_partition_is_refused_by_its_key():
 def test_a_slab_beyond_the_memory_there_is_is_refused_by_its_key(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(kv_transports, "free_memory_bytes", lambda: 1024**3)
     assert refusal(2 * 1024**3).startswith(
-        "kv.slab_bytes: a slab of 2048 slots of 1048576 bytes takes 2.00 GiB, and 1.00"
+        "kv.slab_bytes: a slab of 1024 slots of 2097152 bytes takes 2.00 GiB, and 1.00"
     )

@@ -17,7 +17,7 @@ from moonshard.kv.mooncake import MooncakeConfig, MooncakeTransport
 from moonshard.kv.slab import Slab
 from moonshard.rpc import link_pb2
 from moonshard.rpc.link import PROTOCOL_VERSION
-from moonshard.serving.transfer.endpoint import endpoint_from
+from moonshard.serving.transfer.endpoint import Place, endpoint_from
 from moonshard.serving.transfer.plane import KvPlane
 from tests.dialling import open_link
 from tests.kv.slab_checksums import checksums
@@ -32,7 +32,7 @@ class Writer:
     def __init__(self, endpoint: link_pb2.KvEndpoint):
         remote = endpoint_from(endpoint)
         self.epoch = secrets.token_bytes(16)
-        self._slab = Slab(NUM_SLOTS, remote.regions[0].cell_bytes)
+        self._slab = Slab(NUM_SLOTS, remote.regions[Place(0, 0)].cell_bytes)
         self._plane = KvPlane(
             MooncakeTransport.start("127.0.0.1", config=MooncakeConfig()),
             self._slab,

@@ -330,7 +330,7 @@ def spoil(endpoint: link_pb2.KvEndpoint, field: str) -> None:
             group.itemsize_bytes = 2
         case "block_size":
             group.block_size *= 2
-            group.shards[0].token_stop *= 2
+            group.shards[0].tile.token_stop *= 2
 
 
 @pytest.mark.parametrize("field", ["fingerprint", "transport", "version", "dtype", "block_size"])

@@ -1,0 +1,128 @@
+"""A follower's part in its gang's handoffs: what its leader orders of its own plane, and what its steps leave for it.
+
+Orders are begun as they come, and those that take a while go on beside what comes next. The leader orders nothing of
+the same cells before it has been answered.
+"""
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import numpy as np
+
+from moonshard.kv.transfer import TransferFailed
+from moonshard.rpc import link_pb2
+from moonshard.serving.gang.steps import GangDiverged
+from moonshard.serving.transfer.endpoint import endpoint_from, region_messages
+from moonshard.serving.transfer.plane import KvPlane
+from moonshard.serving.wire.tiles import tile_from
+
+Answer = Callable[[link_pb2.FollowerAnswer], None]
+
+
+class PlanePart:
+    """On the event loop. `fail` is told of what is no failed transfer and no mismatch."""
+
+    def __init__(self, plane: KvPlane, answer: Answer, fail: Callable[[BaseException], None]):
+        self._plane = plane
+        self._answer = answer
+        self._fail = fail
+        self._num_orders = 0
+        self._exported: dict[int, list[np.ndarray]] = {}  # by ticket, until they are staged
+        self._news: asyncio.Future[None] = asyncio.get_running_loop().create_future()  # of these
+        self._landing: dict[int, np.ndarray] = {}  # by ticket: what its lands have not taken yet
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    # ---- what the steps leave, and take
+
+    def exported(self, ticket: int, pages: np.ndarray) -> None:
+        """An export of the ticket has read this."""
+        self._exported.setdefault(ticket, []).append(pages)
+        news, self._news = self._news, asyncio.get_running_loop().create_future()
+        news.set_result(None)
+
+    def payload(self, ticket: int, num_blocks: int) -> np.ndarray:
+        """What the next land of the ticket writes. KeyError where it was not copied out."""
+        pages = self._landing.pop(ticket) if ticket in self._landing else self._plane.take(ticket)
+        if len(pages) > num_blocks:
+            self._landing[ticket] = pages[num_blocks:]
+        return pages[:num_blocks]
+
+    # ---- orders
+
+    def obey(self, order: link_pb2.GangOrder) -> None:
+        """GangDiverged where it is not the next one."""
+        if order.number != self._num_orders:
+            raise GangDiverged(f"order {order.number} came where {self._num_orders} was to come")
+        self._num_orders += 1
+        match order.WhichOneof("what"):
+            case "stage":
+                self._begin(order.number, self._stage(order.stage))
+            case "publish":
+                self._begin(order.number, self._publish(order.publish))
+            case "copy_out":
+                self._begin(order.number, self._copy_out(order.copy_out))
+            case "clear":
+                self._plane.clear(order.clear.partition, order.clear.cells)
+            case "drop":
+                self._plane.drop(order.drop.ticket)
+            case unknown:
+                raise GangDiverged(f"order {order.number} is {unknown}")
+
+    def _begin(self, number: int, work: Coroutine[Any, Any, link_pb2.FollowerAnswer]) -> None:
+        async def answered() -> None:
+            answer = await work
+            answer.number = number
+            self._answer(answer)
+
+        task = asyncio.get_running_loop().create_task(answered())
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._fail(error)
+
+    async def _stage(self, stage: link_pb2.KvStage) -> link_pb2.FollowerAnswer:
+        pages = await self._pages(stage.ticket, len(stage.cells))
+        pieces = tuple(map(tile_from, stage.pieces))
+        sums = await self._plane.stage(stage.ticket, stage.partition, stage.cells, pages, pieces)
+        return link_pb2.FollowerAnswer(staged=link_pb2.KvStaged(checksums=sums))
+
+    async def _pages(self, ticket: int, num_blocks: int) -> np.ndarray:
+        """All that exports of the ticket read, once they have: the leader's may be done sooner."""
+        while sum(map(len, self._exported.get(ticket, ()))) < num_blocks:
+            await asyncio.shield(self._news)
+        parts = self._exported.pop(ticket)
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+    async def _publish(self, publish: link_pb2.KvPublish) -> link_pb2.FollowerAnswer:
+        to = endpoint_from(publish.endpoint)
+        try:
+            result = await self._plane.publish(
+                publish.partition, publish.cells, to, publish.to_partition, publish.to_cells
+            )
+        except TransferFailed as failure:
+            told = link_pb2.KvUnpublished(
+                cause=failure.cause, detail=str(failure), may_still_land=failure.may_still_land
+            )
+            return link_pb2.FollowerAnswer(unpublished=told)
+        done = link_pb2.KvPublished(
+            num_bytes=result.num_bytes, num_transfers=result.num_transfers, duration_s=result.duration_s
+        )
+        return link_pb2.FollowerAnswer(published=done)
+
+    async def _copy_out(self, copy: link_pb2.KvCopyOut) -> link_pb2.FollowerAnswer:
+        pieces = tuple(map(tile_from, copy.pieces))
+        fault = await self._plane.copy_out(copy.ticket, copy.partition, copy.cells, copy.checksums, pieces)
+        if fault is not None:
+            return link_pb2.FollowerAnswer(mismatch=link_pb2.KvMismatch(detail=fault))
+        return link_pb2.FollowerAnswer(copied=link_pb2.KvCopied())
+
+
+def ready_message(plane: KvPlane | None) -> link_pb2.FollowerReady:
+    """What a follower says of its plane, where its gang hands KV over."""
+    if plane is None:
+        return link_pb2.FollowerReady()
+    return link_pb2.FollowerReady(session=plane.endpoint.session, regions=region_messages(plane.endpoint))
