@@ -132,7 +132,7 @@ async def test_who_is_at_its_address_is_told_and_a_worker_that_only_does_not_fit
             assert await told == f"gateway {at}: another process answers at 127.0.0.1:{port}"
         taken = list[str]()
         async with registered(registrar(unfit, 1, Names(at), on_taken=taken.append)):
-            await until(lambda: "fingerprint is" in caplog.text)
+            await until(lambda: f"gateway {at}: not registered: not routed to, fingerprint is" in caplog.text)
         assert not taken
 
 

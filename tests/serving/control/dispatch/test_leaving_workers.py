@@ -189,3 +189,16 @@ def test_a_conversation_never_goes_back_to_a_home_that_left():
     router.release(moving)  # unsent: it would be where it was
     assert not router._loads.conversations.any()
     assert len(router._conversations[0]) == 0
+
+
+def test_who_comes_back_before_its_last_attempt_has_ended_stays_known():
+    world = World()
+    world.begin(0, 1)
+    [attempt] = world.open
+    address = attempt.decode.reservation.home.worker
+    which = int(address.removeprefix("worker ").removesuffix(":1"))
+    world.go(which)
+    world.come(which)
+    world.go_on("end", attempt)
+    router = world.dispatcher.router
+    assert [router.num_known_blocks(home) for home in world.there[address].homes] == [1] * NUM_PARTITIONS
