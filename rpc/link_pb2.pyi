@@ -468,10 +468,11 @@ class WorkerLoad(_message.Message):
     def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., queued_tokens: _Optional[_Iterable[int]] = ..., active_tokens: _Optional[_Iterable[int]] = ..., free_blocks: _Optional[_Iterable[int]] = ..., num_preemptions: _Optional[int] = ..., num_compilations: _Optional[int] = ..., num_compilations_while_serving: _Optional[int] = ..., num_prefill_steps: _Optional[int] = ..., num_decode_steps: _Optional[int] = ..., prefill_tokens: _Optional[int] = ..., decode_tokens: _Optional[int] = ..., wasted_tokens: _Optional[int] = ..., overlapped_steps: _Optional[int] = ..., peak_memory_bytes: _Optional[int] = ..., draining: _Optional[bool] = ..., kv_transfer: _Optional[_Union[KvTransfer, _Mapping]] = ..., cached_tokens: _Optional[int] = ..., num_seen: _Optional[int] = ..., reserved_tokens: _Optional[_Iterable[int]] = ..., num_lost_spans: _Optional[int] = ..., num_lost_rows: _Optional[int] = ..., num_drafts: _Optional[int] = ..., draft_tokens: _Optional[int] = ..., accepted_tokens: _Optional[int] = ..., accepted_per_position: _Optional[_Iterable[int]] = ..., num_model_drafts: _Optional[int] = ..., model_accepted_tokens: _Optional[int] = ..., kv_store: _Optional[_Union[KvStore, _Mapping]] = ...) -> None: ...
 
 class KvStore(_message.Message):
-    __slots__ = ("tiers", "num_late_fetches", "num_queued_blocks", "num_dropped_blocks", "num_lost_blocks", "own_fetch_share", "shared_fetch_share")
+    __slots__ = ("tiers", "num_late_fetches", "num_queued_blocks", "num_aside_blocks", "num_dropped_blocks", "num_lost_blocks", "own_fetch_share", "shared_fetch_share")
     TIERS_FIELD_NUMBER: _ClassVar[int]
     NUM_LATE_FETCHES_FIELD_NUMBER: _ClassVar[int]
     NUM_QUEUED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_ASIDE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     NUM_DROPPED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     NUM_LOST_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     OWN_FETCH_SHARE_FIELD_NUMBER: _ClassVar[int]
@@ -479,11 +480,12 @@ class KvStore(_message.Message):
     tiers: _containers.RepeatedCompositeFieldContainer[KvTier]
     num_late_fetches: int
     num_queued_blocks: int
+    num_aside_blocks: int
     num_dropped_blocks: int
     num_lost_blocks: int
     own_fetch_share: float
     shared_fetch_share: float
-    def __init__(self, tiers: _Optional[_Iterable[_Union[KvTier, _Mapping]]] = ..., num_late_fetches: _Optional[int] = ..., num_queued_blocks: _Optional[int] = ..., num_dropped_blocks: _Optional[int] = ..., num_lost_blocks: _Optional[int] = ..., own_fetch_share: _Optional[float] = ..., shared_fetch_share: _Optional[float] = ...) -> None: ...
+    def __init__(self, tiers: _Optional[_Iterable[_Union[KvTier, _Mapping]]] = ..., num_late_fetches: _Optional[int] = ..., num_queued_blocks: _Optional[int] = ..., num_aside_blocks: _Optional[int] = ..., num_dropped_blocks: _Optional[int] = ..., num_lost_blocks: _Optional[int] = ..., own_fetch_share: _Optional[float] = ..., shared_fetch_share: _Optional[float] = ...) -> None: ...
 
 class KvTier(_message.Message):
     __slots__ = ("name", "num_hits", "num_misses", "num_kept", "num_not_kept", "num_evicted", "read_bytes", "written_bytes", "held_bytes")

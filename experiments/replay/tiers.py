@@ -86,6 +86,9 @@ class _Names:
         self._policy.link(names)
         return [name in self._here for name in names]
 
+    def has(self, names: Sequence[BlockName]) -> Sequence[bool | None]:
+        return self.find(names)
+
     def fetch(self, names: Sequence[BlockName], out: Bytes) -> list[bool]:
         del out
         self._policy.touch(names)

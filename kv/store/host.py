@@ -58,6 +58,9 @@ class HostTier:
             self._policy.link(names)
             return [name in self._used for name in names]
 
+    def has(self, names: Sequence[BlockName]) -> Sequence[bool | None]:
+        return self.find(names)
+
     def fetch(self, names: Sequence[BlockName], out: Bytes) -> list[bool]:
         with self._lock:
             self._policy.touch(names)

@@ -68,14 +68,21 @@ class TierStack:
                     found[index] = tier.name
         return found
 
-    def lacking(self, chains: Iterable[Sequence[BlockName]]) -> set[BlockName]:
-        """Those that some tier does not have."""
+    def lacking(self, chains: Iterable[Sequence[BlockName]], only: str | None = None) -> set[BlockName]:
+        """Those that some tier, or the `only` one, is not known to have."""
         return {
             name
             for chain in chains
-            for tier in self._tiers
-            for name, is_here in zip(chain, tier.find(chain), strict=True)
+            for tier in self._those(only)
+            for name, is_here in zip(chain, tier.has(chain), strict=True)
             if not is_here
+        }
+
+    def renew(self, chain: Sequence[BlockName]) -> dict[str, list[BlockName]]:
+        """Those that each tier is known not to have; the others count as used now, where a tier knows of use."""
+        return {
+            tier.name: [name for name, is_here in zip(chain, tier.has(chain), strict=True) if is_here is False]
+            for tier in self._tiers
         }
 
     def fetch(self, chain: Sequence[BlockName], tiers: Sequence[str]) -> Fetched:
@@ -94,14 +101,20 @@ class TierStack:
                 break
         return Fetched(names=tuple(chain[:num_good]), blocks=blocks[:num_good], runs=tuple(runs))
 
-    def keep(self, chains: Iterable[tuple[BlockName | None, Sequence[BlockName], Bytes]]) -> dict[str, list[BlockName]]:
-        """Every tier keeps what it does not have, of chains with the block before each. The names that it has now."""
-        found: dict[str, list[BlockName]] = {tier.name: [] for tier in self._tiers}
+    def keep(
+        self, chains: Iterable[tuple[BlockName | None, Sequence[BlockName], Bytes]], only: str | None = None
+    ) -> dict[str, list[BlockName]]:
+        """Every tier, or the `only` one, keeps what it does not have, of chains with the block before each.
+
+        The names that each has now.
+        """
+        tiers = self._those(only)
+        found: dict[str, list[BlockName]] = {tier.name: [] for tier in tiers}
         for parent, names, blocks in chains:
-            for tier in self._tiers:
+            for tier in tiers:
                 kept = tier.keep(names, blocks)
                 if parent is not None:
-                    tier.find((parent, *names))  # so that it knows what these are behind
+                    tier.has((parent, *names))  # so that it knows what these are behind
                 found[tier.name] += [name for name, is_kept in zip(names, kept, strict=True) if is_kept]
         return found
 
@@ -126,6 +139,9 @@ class TierStack:
     def close(self) -> None:
         for tier in self._tiers:
             tier.close()
+
+    def _those(self, only: str | None) -> Sequence[Tier]:
+        return self._tiers if only is None else (self._by_name[only],)
 
 
 def _runs(tiers: Sequence[str]) -> list[tuple[int, int]]:

@@ -59,6 +59,12 @@ class Tier(Protocol):
         """
         ...
 
+    def has(self, names: Sequence[BlockName]) -> Sequence[bool | None]:
+        """As `find`, for whoever writes and can wait; None where it is not known. It counts as no look-up, and where
+        others evict without knowing chains, it counts as a use.
+        """
+        ...
+
     def fetch(self, names: Sequence[BlockName], out: Bytes) -> list[bool]:
         """Reads blocks into the rows of `out` [len(names), block_bytes]; False: that row means nothing."""
         ...

@@ -4,6 +4,7 @@ import asyncio
 import os
 import sys
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -15,17 +16,18 @@ import tyro
 from moonshard.rpc.addresses import host_port
 from moonshard.serving.commands.checks.folders import check_model_folder
 from moonshard.serving.commands.checks.ports import check_kv_ports_suffice, check_ports_are_free
+from moonshard.serving.commands.checks.tiers import check_tiers_fit
 from moonshard.serving.commands.options import Configured, optional_argument
 from moonshard.serving.config.cluster_key import cluster_key
 from moonshard.serving.config.keys import (
     Config,
-    ConfigError,
     WorkerRole,
     command_of,
     processes_of,
     roles_of,
     with_worker_at,
 )
+from moonshard.serving.config.kv_ports import store_ports
 from moonshard.serving.config.loopback import LOOPBACK
 from moonshard.serving.config.reading import as_overrides, toml_value
 from moonshard.serving.config.tenants import load_tenants
@@ -66,8 +68,9 @@ def serve(
 
         config = replace(options, set=(*options.set, *_as_overrides(model, port, host, mode))).load()
         commands = ChildCommands(config)
-        check_kv_ports_suffice(config, num_workers=len(commands.workers), has_store=bool(commands.beside))
+        check_kv_ports_suffice(config, num_workers=len(commands.workers))
         check_ports_are_free(config)
+        check_tiers_fit(config, commands.roles)
         load_tenants(config.gateway.keys)  # so that a faulty file is known now, and not once the workers are ready
         cluster_key(config, os.environ)  # likewise
     reporter = TerminalReporter(has_timings=timings)
@@ -112,12 +115,19 @@ class ChildCommands:
         return {"store": lambda _: _argv("store", self.config)} if self._has_own_store else {}
 
     @property
+    def roles(self) -> list[WorkerRole]:
+        """Of each worker."""
+        replicas = {"prefill": self.config.prefill.replicas}
+        return [role for role in roles_of(self.config) for _ in range(replicas.get(role, self.config.decode.replicas))]
+
+    @property
     def workers(self) -> dict[str, Command]:
-        return {
-            f"{command_of(role)} {index}": partial(self.worker, role)
-            for role in roles_of(self.config)
-            for index in range(self.config.prefill.replicas if role == "prefill" else self.config.decode.replicas)
-        }
+        counts = Counter[WorkerRole]()
+        workers = dict[str, Command]()
+        for role in self.roles:
+            workers[f"{command_of(role)} {counts[role]}"] = partial(self.worker, role)
+            counts[role] += 1
+        return workers
 
     def worker(self, role: WorkerRole, previous: Mapping[str, object] | None) -> list[str]:
         """A worker on a free port of loopback, or on that of the process it replaces."""
@@ -151,11 +161,7 @@ def _argv(command: str, config: Config) -> list[str]:
 
 def _with_store_here(config: Config) -> Config:
     """Workers are told where they find the store before it is started, so that none of them has to wait for that."""
-    ports = config.kv.ports
-    try:
-        [port] = free_ports(1) if ports is None else free_ports(1, among=range(ports[0], ports[1] + 1))
-    except OSError as error:
-        raise ConfigError([f"kv.ports: {error}"]) from error
+    [port, *_] = store_ports(config) or free_ports(1)
     client = host_port(config.kv.host or LOOPBACK, port)
     return replace(config, kv=replace(config.kv, store=replace(config.kv.store, client=client)))
 

@@ -18,6 +18,7 @@ from moonshard.serving.config.keys import (
     embedded_model_path,
     kv_host_of,
 )
+from moonshard.serving.config.kv_ports import store_port_fault, too_few_ports, workers_have_mooncake
 from moonshard.serving.config.loopback import is_loopback
 from moonshard.sharding.rules import MeshError, Rules, check_rules
 from moonshard.sharding.shape import MeshShape
@@ -26,8 +27,6 @@ _NAME_AND_PORT = r"(\[[0-9a-f:.]+\]|[^\s/@?#:*\[\]A-Z]+)(:[0-9]{1,5})?"
 _HOST = re.compile(_NAME_AND_PORT)
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://" + _NAME_AND_PORT)
 MIN_DRAM_BYTES = 16 * 1024**2  # with less `mooncake_client` does not start
-PORTS_PER_WORKER = 2  # of Mooncake: one for its handshake, one for the data
-PORTS_PER_STORE = 3  # likewise, and one at which workers call it
 
 
 def joint_faults(config: Config) -> list[str]:
@@ -111,15 +110,16 @@ def _store_faults(kv: KvConfig) -> list[str]:
         faults.append(f"kv.store.enabled: there is no tier; set {tiers}")
     if store.master is not None and not store.dram_bytes:
         faults.append("kv.store.master: without kv.store.dram_bytes there is nothing of this machine in Mooncake Store")
-    if store.is_shared:
-        faults += _machines_faults(kv)
     if 0 < store.dram_bytes < MIN_DRAM_BYTES:
         faults.append(f"kv.store.dram_bytes: {store.dram_bytes} is too little for Mooncake; 0, or {MIN_DRAM_BYTES}")
-    return faults + [
+    malformed = [
         f"kv.store.{key}: expected host:port, got {address!r}"
         for key, address in (("master", store.master), ("client", store.client))
         if address is not None and not _is_address(address)
     ]
+    if store.is_shared and not malformed:
+        faults += _machines_faults(kv)
+    return faults + malformed
 
 
 def _machines_faults(kv: KvConfig) -> list[str]:
@@ -239,14 +239,9 @@ def _handoff_faults(config: Config) -> list[str]:
 
 
 def _port_faults(config: Config) -> list[str]:
-    num_needed = PORTS_PER_WORKER if workers_have_mooncake(config) else PORTS_PER_STORE
-    if config.kv.ports is None or not has_mooncake(config):
-        return []
-    first, last = config.kv.ports
-    if last - first + 1 >= num_needed:
-        return []
-    who = "a worker" if num_needed == PORTS_PER_WORKER else "the store"
-    return [f"kv.ports: {who} listens at {num_needed} ports, {first} to {last} are fewer"]
+    if config.kv.store.client is not None and not _is_address(config.kv.store.client):
+        return []  # which is told by its key
+    return [fault for fault in (too_few_ports(config), store_port_fault(config)) if fault is not None]
 
 
 def _plane_faults(config: Config) -> list[str]:
@@ -276,11 +271,6 @@ def _has_plane(config: Config) -> bool:
     return config.mode == "disaggregated" or config.kv.store.is_shared
 
 
-def workers_have_mooncake(config: Config) -> bool:
-    """Whether each worker listens for Mooncake's transport."""
-    return config.mode == "disaggregated" and config.kv.transport == "mooncake"
-
-
 def has_mooncake(config: Config) -> bool:
     """Whether Mooncake listens on this machine: in workers, or in the store's client."""
     return workers_have_mooncake(config) or config.kv.store.is_shared
@@ -294,9 +284,12 @@ def _beyond_loopback(config: Config) -> tuple[str, str] | None:
 
 
 def _host_of(address: str | None) -> str | None:
-    return None if address is None else address.rpartition(":")[0]
+    """None also where it is no address, which is a fault of its own."""
+    return None if address is None or not _is_address(address) else address.rpartition(":")[0]
 
 
 def _is_address(text: str) -> bool:
+    """Whether it is host:port; a URL is none."""
     host, _, port = text.rpartition(":")
-    return bool(host) and port.isascii() and port.isdigit() and 0 < int(port) <= 65_535
+    is_host = bool(host) and not set(host) & set("/@?# ")
+    return is_host and port.isascii() and port.isdigit() and 0 < int(port) <= 65_535

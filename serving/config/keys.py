@@ -203,7 +203,7 @@ class KvConfig:
     quarantine_s: Seconds = 60.0  # how long slots rest after a writer that may still write
     transfer_timeout_s: Seconds = 5.0  # without any copy landing
     host: Text | None = None  # the name by which peers reach this machine; auto: worker.host
-    ports: tuple[ListenPort, ListenPort] | None = None  # first and last for Mooncake to listen at; auto: its choice
+    ports: tuple[ListenPort, ListenPort] | None = None  # first and last for Mooncake to listen at; auto: free ones
     allow_unauthenticated: bool = False  # serve KV beyond loopback to whoever reaches it
     network_fence: Stated | None = None  # how the KV plane's network is fenced, in words; none: nothing is said of it
 

@@ -93,7 +93,7 @@ def end_process(code: int, *, at_once: bool = False) -> int:
     """The exit code; `at_once`, or where programs are still being prepared, the process ends with it here.
 
     All that matters is closed by then, and the interpreter would wait for XLA, for seconds and on a GPU for minutes; in
-    a gang for members that are gone.
+    a gang for members that are gone; with Mooncake Store its library, for 30 s, for a client that is stopped.
     """
     preparing = [thread for thread in threading.enumerate() if thread.name.startswith(PREPARING)]
     ends_s = time.monotonic() + BEHIND_END_S

@@ -91,6 +91,7 @@ class NativeProcess:
         if self._process is None:
             return
         self._process.send_signal(signal.SIGTERM)
+        self._process.send_signal(signal.SIGCONT)  # one that somebody has stopped would never hear of it
         if self._wait(timeout_s) is None:
             self._process.kill()
             self._process.wait()

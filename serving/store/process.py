@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from moonshard.kv.listening import listening_ports
 from moonshard.kv.store.mooncake.faults import StoreUnavailable
 from moonshard.serving.config.keys import Config, ConfigError
+from moonshard.serving.config.kv_ports import library_ports, store_ports
 from moonshard.serving.config.loopback import is_loopback
 from moonshard.serving.deploy.life import Life, stop_signals
 from moonshard.serving.deploy.startup import ProcessStart
@@ -74,9 +75,10 @@ class ServedStore:
 
     def on_ready(self) -> Mapping[str, object]:
         """What stands open, in words."""
-        ports = _open_ports(self.processes)
-        opened = f"; open to whoever reaches them are its ports: {', '.join(map(str, sorted(ports)))}" if ports else ""
-        return {"message": f"ready; at {self.processes.ports.client_address}{opened}"}
+        opened = ", ".join(map(str, sorted(_open_ports(self.processes))))
+        told = f"ready; at {self.processes.ports.client_address}"
+        told += f"; open to whoever reaches them are its ports: {opened}" if opened else ""
+        return {"message": f"{told}; to all on this machine {_opened_here(self.processes)}"}
 
     def on_told(self) -> None:
         pass
@@ -104,9 +106,9 @@ def _processes_for(config: Config) -> MooncakeProcesses:
     if store.dram_bytes > (free := free_memory_bytes()):
         raise ConfigError([f"{KEY}: {store.dram_bytes} bytes are more than this machine has left ({free})"])
     host, _, port = store.client.rpartition(":")
-    master, metrics = free_ports(2, but=int(port))
+    master, metrics = store_ports(config)[1:] or free_ports(2, but=int(port))  # of no use with somebody else's master
     ports = StorePorts(master=master, metrics=metrics, client=int(port), client_host=host)
-    settings = StoreSettings(segment_bytes=store.dram_bytes, ports=config.kv.ports)
+    settings = StoreSettings(segment_bytes=store.dram_bytes, ports=library_ports(config))
     try:
         return MooncakeProcesses(ports, settings, master_address=store.master, on_line=logger.warning)
     except StoreUnavailable as error:
@@ -119,7 +121,8 @@ async def _start(processes: MooncakeProcesses) -> None:
         try:
             process.start()  # on this thread, with which it ends
         except StoreUnavailable as error:
-            raise ConfigError([f"kv.store.client: {error}"]) from error
+            key = "kv.store.client" if process is processes.client else "kv.ports"
+            raise ConfigError([f"{key}: {error}"]) from error
         try:
             await asyncio.to_thread(process.wait_until_it_answers, START_S if has_own_master else ELSEWHERE_S)
         except StoreUnavailable as error:
@@ -134,6 +137,14 @@ def _open_ports(processes: MooncakeProcesses) -> frozenset[int]:
         return frozenset()
     at_loopback = {processes.ports.client} if is_loopback(processes.ports.client_host) else set()
     return listening_ports(processes.client.pid) - at_loopback
+
+
+def _opened_here(processes: MooncakeProcesses) -> str:
+    """What is on loopback, and what has no address."""
+    ports = processes.ports
+    of_master = f"its master at {ports.master} with metrics at {ports.metrics}, and " if processes.master else ""
+    of_client = f"its client at {ports.client} and " if is_loopback(ports.client_host) else ""
+    return f"{of_master}{of_client}the socket {ports.client_socket}"
 
 
 def _check_ports(processes: MooncakeProcesses, ports: tuple[int, int] | None) -> None:

@@ -1,9 +1,13 @@
 """The native processes of Mooncake Store on one machine: how they are started, awaited and ended.
 
 The master knows which blocks there are, who has them, and which are given up when memory is short. The client has the
-memory, and beside the workers it outlives them. Both answer on loopback, but the client also listens at two ports of
-all interfaces, without authentication, for clients on other machines: whoever reaches those can read and write the
-memory. No setting that was tried changes that: run it on a network of its own.
+memory, and beside the workers it outlives them. Both answer on loopback, and ask nobody who calls: another user of the
+machine lists the names of blocks at the master's metrics, reads and removes blocks through the client, and joins the
+master with memory of its own. The client also listens at two ports of all interfaces, for clients on other machines:
+whoever reaches those can read and write the memory. No setting that was tried changes that: run it on a network of its
+own. All are ports that can be fenced. The socket of workers' memory cannot, and asks nobody either: connections are
+taken one after another, and one that is silent keeps the others waiting for 5 s; garbage is turned down with a line in
+the log, and no block comes that way. In another network namespace it is not there.
 
 Who starts them again when they end by themselves is the caller's to say. A client that comes back is empty, and
 so is a master that comes back, though the client still has the memory.

@@ -14,6 +14,7 @@ from moonshard.kv.slab import Slab, SlabTooLarge
 from moonshard.kv.slab_shards import num_held_bytes
 from moonshard.kv.transfer import Transport
 from moonshard.serving.config.keys import Config, ConfigError, WorkerRole, kv_host_of, processes_of
+from moonshard.serving.config.kv_ports import library_ports
 from moonshard.serving.config.tls import link_credentials
 from moonshard.serving.engine.capacity.memory import free_memory_bytes
 from moonshard.serving.transfer.grpc_stream import GrpcTransport, KvStreamReceiver
@@ -102,7 +103,7 @@ class KvTransports:
             case "mooncake":
                 from moonshard.kv.mooncake import MooncakeConfig, MooncakeTransport
 
-                config = MooncakeConfig(timeout_s=kv.transfer_timeout_s, ports=kv.ports)
+                config = MooncakeConfig(timeout_s=kv.transfer_timeout_s, ports=library_ports(self._config))
                 return MooncakeTransport.start(host, config=config)
             case unknown:
                 assert_never(unknown)

@@ -106,6 +106,7 @@ def store_message(
         ],
         num_late_fetches=num_late,
         num_queued_blocks=len(queue),
+        num_aside_blocks=queue.num_aside,
         num_dropped_blocks=queue.num_dropped,
         num_lost_blocks=queue.num_lost,
         own_fetch_share=shares[Below.OWN],

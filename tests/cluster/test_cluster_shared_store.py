@@ -43,6 +43,19 @@ def test_what_a_store_by_itself_holds_outlives_a_whole_deployment(tmp_path: Path
             assert_found_again(cluster, before, "store")
 
 
+@pytest.mark.slow
+def test_a_deployment_whose_client_is_stopped_ends_without_waiting_for_it(tmp_path: Path):
+    with running(**with_store(tmp_path, **{"kv.store.dram_bytes": 64 * 1024**2}), **AGGREGATED) as cluster:
+        answers(cluster, PROMPTS[:1])
+        assert wait_until(lambda: num_kept(cluster, "store") > 0, 30)  # so that its memory is mapped
+        natives_of(cluster.process.pid)["mooncake_client"].send_signal(signal.SIGSTOP)
+        answers(cluster, PROMPTS[1:])  # which are to be written yet
+        cluster.process.send_signal(signal.SIGTERM)
+        began_s = time.monotonic()
+        assert cluster.process.wait(3 * HANGING_S) == 0
+        assert time.monotonic() - began_s < HANGING_S / 2
+
+
 @pytest.mark.parametrize(
     ("which", "how"),
     [

@@ -10,7 +10,7 @@ from shutil import disk_usage
 
 import pytest
 
-from tests.cluster.conftest import AGGREGATED, BLOCK_BYTES, OVERRIDES, running, wait_until
+from tests.cluster.conftest import AGGREGATED, BLOCK_BYTES, OVERRIDES, Cluster, running, wait_until
 from tests.cluster.stored import NUM_BLOCKS, PROMPTS, answers, ask, assert_found_again, num_kept, with_store
 from tests.kv.store.ssd.mounts import mounted
 
@@ -21,14 +21,18 @@ def with_files(folder: Path, **more: object) -> dict[str, object]:
     return with_store(folder, **{"kv.store.ssd_path": folder / "kv", "kv.store.ssd_bytes": 64 * 1024**2, **more})
 
 
+def kill_worker(cluster: Cluster) -> None:
+    """Returns when the next one serves."""
+    os.kill(cluster.pid("worker"), signal.SIGKILL)
+    assert wait_until(lambda: cluster.metric("moonshard_worker_up") == 0, 60)
+    assert wait_until(lambda: cluster.metric("moonshard_worker_up") == 1, 120)
+
+
 def test_a_killed_worker_and_a_new_deployment_find_prompts_again(tmp_path: Path):
     with running(**with_files(tmp_path), **AGGREGATED) as cluster:
         before = answers(cluster)
         assert wait_until(lambda: num_kept(cluster, "ssd") >= NUM_BLOCKS, 30)
-        killed = cluster.pid("worker")
-        os.kill(killed, signal.SIGKILL)
-        assert wait_until(lambda: cluster.metric("moonshard_worker_up") == 0, 60)
-        assert wait_until(lambda: cluster.metric("moonshard_worker_up") == 1, 120)
+        kill_worker(cluster)
         assert_found_again(cluster, before, "ssd")
     with running(**with_files(tmp_path)) as apart:  # which finds what the aggregated worker wrote
         assert_found_again(apart, before, "ssd")
@@ -60,6 +64,24 @@ def test_a_disk_that_others_fill_costs_hits_and_nothing_else(tmp_path: Path):
         with running(**with_files(tmp_path, **sizes), **AGGREGATED) as cluster:
             assert answers(cluster) == before
             assert wait_until(lambda: cluster.metric("moonshard_tier_held_bytes") >= NUM_BLOCKS * BLOCK_BYTES, 30)
+
+
+@pytest.mark.slow
+def test_a_worker_that_comes_back_to_a_disk_that_others_filled_serves(tmp_path: Path):
+    """What it had written it finds; and where the disk takes no file any more, it serves without."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    with mounted(disk, "size=24m"):
+        sizes = {"kv.store.ssd_path": disk / "kv", "kv.store.ssd_bytes": 16 * 1024**2}
+        with running(**with_files(tmp_path, **sizes), **AGGREGATED) as cluster:
+            before = answers(cluster)
+            assert wait_until(lambda: num_kept(cluster, "ssd") >= NUM_BLOCKS, 30)
+            (disk / "others").write_bytes(bytes(disk_usage(disk).free))
+            kill_worker(cluster)
+            assert_found_again(cluster, before, "ssd")
+            with mounted(disk, "size=1m,ro"):
+                kill_worker(cluster)
+                assert answers(cluster) == before
 
 
 @pytest.mark.slow

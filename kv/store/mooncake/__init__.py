@@ -24,7 +24,8 @@ What the library does, as seen with 0.3.13.post1, shapes these files:
 - `setup_dummy` and `close` hold Python's lock, so that no other thread runs: for 30 s where the client is stopped,
   4.3 s where it is gone, and `close` up to 1 s where all is well. Neither is called before the client has just
   answered. All other calls let go of it. A call before a setup crashes the process.
-- A process that ends while the client is stopped takes 30 s for it, and aborts if a call hangs.
+- A process that ends while the client is stopped takes 30 s for it, in a handler of the library's that C calls at the
+  end, and aborts if a call hangs. So a worker ends by `_exit` (`serving.deploy.startup.end_process`).
 - While the client is gone, the library logs a line every 2 s, and one for every key that it is asked for.
 The other way, a segment in each worker (`setup`), works too and was not taken: its blocks go with the worker, each
 worker listens on all interfaces, a get from a stopped one blocks for 60 s, and the bytes go over TCP, 0.4 to 18 ms for

@@ -10,3 +10,8 @@ def answers(address: str, *, timeout_s: float) -> bool:
     except OSError:
         return False
     return True
+
+
+def client_socket(port: int) -> str:
+    """The name of the socket, in Linux's abstract namespace, by which a client at that port takes workers' memory."""
+    return f"@mooncake_client_{port}.sock"

@@ -107,6 +107,15 @@ class MooncakeStoreTier:
             self._count(no_answer.cause, len(names))
             return [False] * len(names)
 
+    def has(self, names: Sequence[BlockName]) -> Sequence[bool | None]:
+        """See `Tier`: the master evicts what was asked about longest ago."""
+        keys = self._values.keys(names)
+        try:
+            with self._turn(0, self._config.keep_timeout_s) as turn:
+                return [code == 1 for code in turn.ask(lambda library: library.batch_is_exist(keys))]
+        except NoAnswer:
+            return [None] * len(names)
+
     def fetch(self, names: Sequence[BlockName], out: Bytes) -> list[bool]:
         return self._in_parts(self._fetch, names, out)
 

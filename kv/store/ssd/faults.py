@@ -61,12 +61,16 @@ class LimitTooSmall(StoreError):
 
 
 class LimitTooLarge(StoreError):
-    def __init__(self, path: Path, *, max_bytes: int, available_bytes: int):
+    """`held_bytes` are in these stores already, `free_bytes` has the disk besides."""
+
+    def __init__(self, path: Path, *, max_bytes: int, held_bytes: int, free_bytes: int):
         super().__init__(
             path,
-            f"a limit of {max_bytes / 1024**3:.2f} GiB, where the disk has {available_bytes / 1024**3:.2f} GiB free or "
-            "in this store already",
+            f"a limit of {max_bytes / 1024**3:.2f} GiB, where the disk has {free_bytes / 1024**3:.2f} GiB free and "
+            f"{held_bytes / 1024**3:.2f} GiB are in this store already",
         )
+        self.held_bytes = held_bytes
+        self.free_bytes = free_bytes
 
 
 class NoDirectIo(StoreError):

@@ -16,6 +16,7 @@ from a block that is being read; then its bytes do not match, and the block is a
 """
 
 import errno
+import logging
 import os
 import threading
 from collections import Counter
@@ -44,10 +45,12 @@ from moonshard.kv.store.ssd.space import Pending, Place, Space
 from moonshard.kv.store.tier import MissCause, TierCounters
 
 _NO_SPACE = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EFBIG))
-_BAD_PLACE = _NO_SPACE | {errno.EIO}
 _CLOSE_S = 2.0  # that calls may take which are under way
 _SCRUBBED_BYTES = 64 * 1024**2  # each time
 _BLOCKS_AT_ONCE = 4096  # whose order is noted under the lock
+_ROOM_EXTENTS = 8  # that a disk must have free after it was full
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,6 +80,7 @@ class FileTier:
         self._is_closed = False
         self._num_calls = 0  # that use the descriptors now
         self._next_scrubbed = 0
+        self._is_full = self._is_deleted = False  # as was last told
         self._counts = Counter[str]()
         self._misses = Counter[MissCause]()
         self._io_errors = Counter[str]()
@@ -132,8 +136,9 @@ class FileTier:
 
     @property
     def max_blocks(self) -> int:
-        """How many fit. Fewer than `max_bytes` has room for once the disk was full, or an extent could not be written;
-        so until it is opened again."""
+        """How many fit: fewer than `max_bytes` has room for while the disk is full, or where extents could not be
+        written.
+        """
         with self._lock:
             return self._space.limit
 
@@ -144,9 +149,12 @@ class FileTier:
             return [] if self._is_closed else self._space.names
 
     def upkeep(self) -> None:
-        """Syncs, and checks some blocks that nobody asked for."""
+        """Syncs, checks some blocks that nobody asked for, and sees whether a disk that was full has room again."""
         self.flush()
         self.scrub(_SCRUBBED_BYTES)
+        with self._while_open() as is_open:
+            if is_open:
+                self._look_at_disk()
 
     def find(self, names: Sequence[BlockName]) -> list[bool]:
         with self._lock:
@@ -154,6 +162,9 @@ class FileTier:
                 return [False] * len(names)
             self._space.link(names)
             return [name in self._space for name in names]
+
+    def has(self, names: Sequence[BlockName]) -> Sequence[bool | None]:
+        return self.find(names)
 
     def fetch(self, names: Sequence[BlockName], out: Bytes) -> list[bool]:
         self._check_shape(names, out)
@@ -280,9 +291,10 @@ class FileTier:
         with self._lock:
             for block in pending:
                 if (error := errors.get(block.extent)) is not None:
-                    self._space.abandon(block, is_bad=error.errno in _BAD_PLACE)
+                    is_full = error.errno in _NO_SPACE
+                    self._space.abandon(block, is_bad=error.errno == errno.EIO, is_without_room=is_full)
             if any(error.errno in _NO_SPACE for error in errors.values()):
-                self._space.give_up_fresh()
+                self._give_up_fresh()
             self._space.fill_headers(written, checksums)
         if not self._write_headers([extent for _, _, extent in written]):
             return self._abandon(written)
@@ -291,8 +303,31 @@ class FileTier:
     def _abandon(self, pending: Sequence[Pending]) -> list[Pending]:
         with self._lock:
             for block in pending:
-                self._space.abandon(block, is_bad=False)
+                self._space.abandon(block)
         return []
+
+    def _give_up_fresh(self) -> None:
+        """Under the lock."""
+        self._space.give_up_fresh()
+        if not self._is_full:
+            logger.warning("%s: its disk is full; it keeps %d blocks at most", self._folder.path, self._space.limit)
+        self._is_full = True
+
+    def _look_at_disk(self) -> None:
+        try:
+            free_bytes, is_deleted = self._folder.free_bytes(), self._folder.is_deleted()
+        except OSError as error:
+            self._note_errors([error])
+            return
+        with self._lock:
+            has_room = free_bytes >= _ROOM_EXTENTS * extent_bytes(self.block_bytes)
+            if self._space.lacks_room and has_room:
+                self._space.has_room_again()
+                self._is_full = False
+                logger.warning("%s: its disk has room again, for %d blocks", self._folder.path, self._space.limit)
+            if is_deleted and not self._is_deleted:
+                logger.warning("%s: was deleted; what it keeps ends with this process", self._folder.path)
+            self._is_deleted = is_deleted
 
     def _write_headers(self, extents: Sequence[int]) -> bool:
         """As the space has them now. A header that could not be wiped stays: its block is as good as it was."""
@@ -366,8 +401,9 @@ def _num_extents(folder: Folder, max_bytes: int, block_bytes: int) -> int:
     num_extents = num_extents_within(max_bytes, block_bytes)
     if num_extents < 1:
         raise LimitTooSmall(folder.path, max_bytes=max_bytes, least_bytes=store_bytes(1, block_bytes))
-    if max_bytes > (available_bytes := folder.available_bytes()):
-        raise LimitTooLarge(folder.path, max_bytes=max_bytes, available_bytes=available_bytes)
+    held_bytes, free_bytes = folder.held_bytes(), folder.free_bytes()
+    if max_bytes > held_bytes + free_bytes:
+        raise LimitTooLarge(folder.path, max_bytes=max_bytes, held_bytes=held_bytes, free_bytes=free_bytes)
     return num_extents
 
 

@@ -56,11 +56,17 @@ class Folder:
         """A descriptor to read and write; OSError."""
         return os.open(self.path / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | flags, 0o600)
 
-    def available_bytes(self) -> int:
-        """What the disk has free for this process, and what this store has already; OSError."""
-        disk = os.statvfs(self.path)
-        files = [self.path / name for name in (TABLE, PAYLOAD)]
-        return disk.f_bavail * disk.f_frsize + sum(file.stat().st_blocks * 512 for file in files if file.exists())
+    def held_bytes(self) -> int:
+        """What the disk has of this store; OSError."""
+        return held_bytes(self.path)
+
+    def free_bytes(self) -> int:
+        """What the disk has free for this process; OSError."""
+        return 0 if self._lock is None else free_bytes(self._lock)
+
+    def is_deleted(self) -> bool:
+        """Whether somebody removed its files, or put others there; OSError."""
+        return self._lock is not None and os.fstat(self._lock).st_nlink == 0
 
     def close(self) -> None:
         """Whoever asks next may have it."""
@@ -69,11 +75,33 @@ class Folder:
             self._lock = None
 
 
+def free_bytes(of: Path | int) -> int:
+    """What the disk of a path, or of an open file, has free for this process; OSError."""
+    disk = os.statvfs(of)
+    return disk.f_bavail * disk.f_frsize
+
+
+def held_bytes(path: Path) -> int:
+    """What the disk has of all stores under a path; OSError."""
+    files = [file for name in (TABLE, PAYLOAD) for file in path.rglob(name)]
+    return sum(file.stat().st_blocks * 512 for file in files)
+
+
+def claim_folder(path: Path) -> None:
+    """Makes a path one for stores, where it is none yet. Raises StoreError."""
+    try:
+        _claim(path)
+    except (FileExistsError, NotADirectoryError):
+        raise NotAFolder(path) from None
+    except OSError as error:
+        raise FolderUnusable(path, error) from error
+
+
 def open_folder(path: Path, *, layout: bytes, block_bytes: int) -> Folder:
     """The folder of one layout's store, made where it is not there yet. Raises StoreError."""
     identity = _Identity(version=VERSION, layout=layout.hex(), block_bytes=block_bytes)
+    claim_folder(path)
     try:
-        _claim(path)
         return _open(path / identity.layout, identity)
     except (FileExistsError, NotADirectoryError):
         raise NotAFolder(path) from None

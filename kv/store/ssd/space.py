@@ -3,7 +3,7 @@
 A block is written into an extent that nobody is told of until all of it is there:
 
     free --reserve--> pending --commit--> kept --evict, drop--> free
-                      pending --abandon--> free, or retired: never used again by this process
+                      pending --abandon--> free, or retired: not used again by this process, unless it was for room
 
 A policy may give up a block while it is pending: then it is not kept, and its extent is free when its writer is done.
 Readers hold nothing. Each use of an extent has a number, so that whoever read other bytes than were expected can tell
@@ -65,7 +65,8 @@ class Space:
         self._free: list[int] = np.flatnonzero(is_free[:num_touched]).tolist()  # a heap: the first first, for long runs
         self._fresh = num_touched  # the first that was never used
         self._end = len(headers)
-        self._num_retired = 0
+        self._num_bad = 0  # extents that are never tried again
+        self._without_room = list[int]()  # extents that the disk had no room for
         self._next_order = int(headers["order"].max(initial=0)) + 1
 
     @property
@@ -75,7 +76,12 @@ class Space:
     @property
     def limit(self) -> int:
         """How many blocks there can be."""
-        return self._end - self._num_retired
+        return self._end - self._num_bad - len(self._without_room)
+
+    @property
+    def lacks_room(self) -> bool:
+        """Whether there are fewer than there could be since the disk was full."""
+        return bool(self._without_room) or self._end < len(self._headers)
 
     @property
     def num_touched(self) -> int:
@@ -166,12 +172,15 @@ class Space:
                 self._free_extent(pending.extent)
         return kept
 
-    def abandon(self, pending: Pending, *, is_bad: bool) -> None:
-        """The block was not written. A bad extent is not tried again."""
+    def abandon(self, pending: Pending, *, is_bad: bool = False, is_without_room: bool = False) -> None:
+        """The block was not written. A bad extent is not tried again, one without room once there may be some."""
         if pending.name in self._pending:
             self._forget_pending(pending.name)
         if is_bad:
-            self._num_retired += 1
+            self._num_bad += 1
+            self._headers[pending.extent] = _NOTHING
+        elif is_without_room:
+            self._without_room.append(pending.extent)
             self._headers[pending.extent] = _NOTHING
         else:
             self._free_extent(pending.extent)
@@ -179,6 +188,13 @@ class Space:
     def give_up_fresh(self) -> None:
         """The disk is full: only extents that were used before are used from now on."""
         self._end = self._fresh
+
+    def has_room_again(self) -> None:
+        """The disk may be full no longer: whatever it had no room for is tried again."""
+        self._end = len(self._headers)
+        for extent in self._without_room:
+            self._free_extent(extent)
+        self._without_room.clear()
 
     # ---- what the table says
 

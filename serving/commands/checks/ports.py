@@ -4,8 +4,8 @@ import errno
 import socket
 from collections.abc import Mapping
 
-from moonshard.serving.config.faults import PORTS_PER_STORE, PORTS_PER_WORKER, workers_have_mooncake
 from moonshard.serving.config.keys import Config, ConfigError, WorkerRole, port_key, port_of
+from moonshard.serving.config.kv_ports import too_few_ports
 
 
 def check_ports_are_free(config: Config) -> None:
@@ -19,16 +19,10 @@ def check_worker_port_is_free(config: Config, role: WorkerRole) -> None:
     _check(config.worker.host, {port_key(role): port_of(config, role)})
 
 
-def check_kv_ports_suffice(config: Config, *, num_workers: int, has_store: bool) -> None:
+def check_kv_ports_suffice(config: Config, *, num_workers: int) -> None:
     """ConfigError where Mooncake finds too few on one machine: the last worker would fail once all have compiled."""
-    if (ports := config.kv.ports) is None:
-        return
-    num_listening = num_workers if workers_have_mooncake(config) else 0
-    kinds = {"the store": has_store * PORTS_PER_STORE, f"{num_listening} workers": num_listening * PORTS_PER_WORKER}
-    num_needed, num_ports = sum(kinds.values()), ports[1] - ports[0] + 1
-    if num_ports < num_needed:
-        who = " and ".join(kind for kind, number in kinds.items() if number)
-        raise ConfigError([f"kv.ports: {who} need {num_needed} ports, {ports[0]} to {ports[1]} are {num_ports}"])
+    if (fault := too_few_ports(config, num_workers)) is not None:
+        raise ConfigError([fault])
 
 
 def _check(host: str, ports: Mapping[str, int]) -> None:

@@ -6,6 +6,7 @@ from typing import Annotated
 import tyro
 
 from moonshard.serving.commands.checks.ports import check_worker_port_is_free
+from moonshard.serving.commands.checks.tiers import check_tiers_fit
 from moonshard.serving.commands.options import ConfigOptions, Configured, StatusFd
 from moonshard.serving.config.faults import kv_plane_note
 from moonshard.serving.config.keys import Config, ConfigError, WorkerRole, command_of, mesh_of, port_key, roles_of
@@ -51,11 +52,13 @@ def start_worker(
         member = member_of(config, role, index, leader)
         if member.leads:
             check_worker_port_is_free(config, role)  # gRPC would say it in three lines of its own
+        if member.leads and status_fd is None:  # else a supervisor has asked, and this may be one that comes back
+            check_tiers_fit(config, [role])
     start = ProcessStart(timings=timings, programs=prepare_worker(mesh_of(config, role), member.num_members))
     if note := kv_plane_note(config):
         logger.warning(note)
     code = run_process(lambda: _load(role, member), config, status_fd, start)
-    return end_process(code, at_once=member.num_members > 1)
+    return end_process(code, at_once=member.num_members > 1 or config.kv.store.is_shared)
 
 
 def _check_role(config: Config, role: WorkerRole) -> None:

@@ -4,64 +4,35 @@ Blocks go down because they are complete, not because they are about to be lost:
 read them. The queue holds names alone. A block that is lost before its turn is written by nobody; where the queue is
 full the newest is not taken up, so that of a chain the beginning goes down, without which its end is of no use.
 
-What some tier did not keep, as while it is switched off, is set aside and tried again as long as the device has it: one
-block that lacks makes all behind it in its chain useless. A piece of it is tried first, and then the rest at once, or
-after twice the pause another piece.
+What a tier did not keep, as while it is switched off, or lost since, is set aside for it (`aside`). It takes turns with
+what is new, and waits where much is: what no tier has is lost first.
 """
 
-import itertools
 from collections import deque
-from collections.abc import Container, Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 
 from moonshard.kv.prefix import BlockName, PrefixEvent
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Piece:
-    """Blocks of one partition that were completed one after another: what is read from the device in one go."""
-
-    partition: int
-    names: tuple[BlockName, ...]
-    parents: tuple[BlockName | None, ...]  # of each the block before it, where that is known
-    is_again: bool = False  # some tier did not keep it before
-
-    def only(self, names: Container[BlockName]) -> "Piece":
-        """What it has of these."""
-        kept = [(name, parent) for name, parent in zip(self.names, self.parents, strict=True) if name in names]
-        return replace(self, names=tuple(name for name, _ in kept), parents=tuple(parent for _, parent in kept))
-
-    def chains(self) -> list[slice]:
-        """Where those stand in it that are each behind the one before: blocks of several sequences come mixed."""
-        starts = [
-            index
-            for index, parent in enumerate(self.parents)
-            if not index or parent is None or parent != self.names[index - 1]
-        ]
-        return [slice(*ends) for ends in itertools.pairwise([*starts, len(self.names)])]
-
+from moonshard.serving.control.tiers.aside import Aside
+from moonshard.serving.control.tiers.piece import Piece
 
 LONG_SHARE = 0.125  # of what a queue may hold
-AGAIN_S = 6.0  # after a failure: a tier that failed is left alone for somewhat less
-MAX_AGAIN_S = 60.0
 
 
 class WriteQueue:
     """Told of all that the prefix cache learns and forgets, and of what came up from a tier and so is below already."""
 
-    def __init__(self, max_blocks: int, num_partitions: int):
+    def __init__(self, max_blocks: int, num_partitions: int, tiers: Sequence[str]):
         self._max_blocks = max_blocks
         self._num_partitions = num_partitions
         self._queue = deque[PrefixEvent]()
         self._waiting = set[tuple[int, BlockName]]()
-        self._aside = dict[tuple[int, BlockName], BlockName | None]()  # with the block before each, the oldest first
-        self._again_at_s = float("inf")
-        self._pause_s = AGAIN_S
+        self._aside = {tier: Aside(tier, max_blocks) for tier in tiers}
+        self._is_turn_of_new = True
         self.num_dropped = 0  # the queue was full
         self.num_lost = 0  # the pool reused them first
 
     def __repr__(self) -> str:
-        aside = f"{len(self._aside)} aside"
+        aside = f"{self.num_aside} aside"
         return f"WriteQueue({len(self)} wait, {aside}, {self.num_dropped} dropped, {self.num_lost} lost)"
 
     def __len__(self) -> int:
@@ -69,7 +40,8 @@ class WriteQueue:
 
     @property
     def num_aside(self) -> int:
-        return len(self._aside)
+        """Those that several tiers lack count for each."""
+        return sum(map(len, self._aside.values()))
 
     @property
     def is_long(self) -> bool:
@@ -83,9 +55,10 @@ class WriteQueue:
                 continue
             key = event.partition, event.name
             if not event.is_known:
-                self.num_lost += key in self._waiting or key in self._aside
+                self.num_lost += key in self._waiting
                 self._waiting.discard(key)
-                self._aside.pop(key, None)
+                for aside in self._aside.values():
+                    aside.forget(*key)
             elif event.name not in below and key not in self._waiting:
                 self._take_up(event)
 
@@ -99,12 +72,35 @@ class WriteQueue:
         self._queue.append(event)
 
     def take(self, max_blocks: int, now_s: float) -> Piece | None:
-        """The oldest, with those of its partition that follow it closely; None: nothing waits.
+        """The next to be written; None: nothing waits, or not yet.
 
-        The caller writes them and tells `wrote`, or says nothing of them any more. Seconds of any one clock.
+        The caller writes them and tells `wrote`. Seconds of any one clock.
         """
-        if self._aside and now_s >= self._again_at_s:
-            return self._take_aside(max_blocks)
+        aside = next((each for each in self._aside.values() if each.is_due(now_s)), None)
+        if aside is None or (self._waiting and (self._is_turn_of_new or self.is_long)):
+            self._is_turn_of_new = False
+            return self._take_new(max_blocks)
+        self._is_turn_of_new = True
+        return aside.take(max_blocks)
+
+    def take_last(self, max_blocks: int) -> Piece | None:
+        """As `take`, at the end: what is new first, then whatever was set aside, each once. Nobody tells `wrote`."""
+        if (piece := self._take_new(max_blocks)) is not None:
+            return piece
+        aside = next((each for each in self._aside.values() if len(each)), None)
+        return None if aside is None else aside.take(max_blocks)
+
+    def wrote(self, piece: Piece, kept: Mapping[str, Collection[BlockName]], now_s: float) -> None:
+        """What each tier that was to keep a piece has of it now."""
+        for tier, names in kept.items():
+            self._aside[tier].wrote(piece, names, now_s)
+
+    def found_lacking(self, tier: str, piece: Piece, now_s: float) -> None:
+        """The device has these blocks, and the tier does not, which may have had them."""
+        self._aside[tier].found_lacking(piece, now_s)
+
+    def _take_new(self, max_blocks: int) -> Piece | None:
+        """The oldest, with those of its partition that follow it closely."""
         taken = list[PrefixEvent]()
         while self._queue and len(taken) < max_blocks:
             event = self._queue[0]
@@ -122,27 +118,3 @@ class WriteQueue:
             names=tuple(event.name for event in taken),
             parents=tuple(event.parent for event in taken),
         )
-
-    def wrote(self, piece: Piece, failed: Container[BlockName], now_s: float) -> None:
-        """What of a piece some tier did not keep is set aside; where all was kept, what was set aside is soon tried."""
-        lacking = piece.only(failed)
-        if not lacking.names:
-            self._again_at_s = min(self._again_at_s, now_s + AGAIN_S)
-            self._pause_s = AGAIN_S
-            return
-        self._again_at_s = now_s + self._pause_s
-        if piece.is_again:
-            self._pause_s = min(2 * self._pause_s, MAX_AGAIN_S)
-        for name, parent in zip(lacking.names, lacking.parents, strict=True):
-            if len(self._aside) < self._max_blocks:
-                self._aside[piece.partition, name] = parent
-            else:
-                self.num_dropped += 1
-
-    def _take_aside(self, max_blocks: int) -> Piece:
-        partition = next(iter(self._aside))[0]
-        keys = itertools.islice((key for key in self._aside if key[0] == partition), max_blocks)
-        taken = {name: self._aside[partition, name] for _, name in keys}
-        for name in taken:
-            del self._aside[partition, name]
-        return Piece(partition=partition, names=tuple(taken), parents=tuple(taken.values()), is_again=True)

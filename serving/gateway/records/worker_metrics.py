@@ -97,7 +97,7 @@ _TIER_COUNTERS: dict[str, tuple[str, Callable[[KvTier], int]]] = {
     "tier_hits": ("Blocks of KV that a tier gave as they had been written.", lambda tier: tier.num_hits),
     "tier_kept_blocks": ("Blocks of KV that a tier took.", lambda tier: tier.num_kept),
     "tier_not_kept_blocks": (
-        "Blocks of KV that a tier did not take: it had no room, or its disk or network failed.",
+        "Times that a tier did not take a block of KV: it had no room, or its disk or network failed.",
         lambda tier: tier.num_not_kept,
     ),
     "tier_evicted_blocks": ("Blocks of KV that a tier gave up to make room for others.", lambda tier: tier.num_evicted),
@@ -189,6 +189,8 @@ class WorkerCollector(Collector):
             yield self._counter(name, text, ((link, count(link.last_load.kv_store)) for link in storing))
         queued = ((link, _load_now(link).kv_store.num_queued_blocks) for link in storing)
         yield self._gauge("tier_queued_blocks", "Blocks of KV that wait to be written to the tiers.", queued)
+        aside = ((link, _load_now(link).kv_store.num_aside_blocks) for link in storing)
+        yield self._gauge("tier_lacking_blocks", "Blocks of KV that tiers lack and are to be given again.", aside)
         labels = ("worker", "tier")
         counters = {
             count: CounterMetricFamily(f"moonshard_{name}", text, labels=labels)

@@ -1,47 +1,54 @@
-"""The tiers that a configuration asks for, opened for one worker's blocks."""
+"""The tiers that a configuration asks for, opened for one worker's blocks.
+
+Whether the machine has room for them is asked before anything is loaded (`serving.commands.checks.tiers`). A worker
+that comes back later may find less, since others have taken it, or a disk that fails: then it serves with smaller tiers
+or without, and says so. What it takes of what is left is half: others need some, too.
+"""
 
 import contextlib
 import hashlib
 import logging
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 from moonshard.kv.store.host import HostTier
 from moonshard.kv.store.mooncake.faults import StoreUnavailable
 from moonshard.kv.store.mooncake.tier import MooncakeStoreConfig, MooncakeStoreTier
 from moonshard.kv.store.retention import Lru
-from moonshard.kv.store.ssd.faults import FolderInUse, LimitTooLarge, LimitTooSmall, StoreError
+from moonshard.kv.store.ssd.faults import FolderInUse, FolderUnusable, LimitTooLarge, LimitTooSmall, StoreError
 from moonshard.kv.store.ssd.files import FileTier
 from moonshard.kv.store.stack import TierStack
 from moonshard.kv.store.tier import Tier
 from moonshard.serving.config.keys import ConfigError, StoreConfig, WorkerRole
 from moonshard.serving.engine.capacity.memory import free_memory_bytes
 from moonshard.serving.engine.loading.model import LoadedModel
+from moonshard.serving.worker.store.folders import files_folders
 
 FORMAT = "moonshard blocks 1"  # of a block's bytes: [layers, block_size, features], as `Engine.export` gives them
 LAYOUT_BYTES = 16
 MIN_SHARED_BLOCKS = 16  # of a tier that gives up a tenth of its blocks at a time, from nine tenths on
-MAX_WORKERS = 64  # of a kind, that have files under one path
+GIB = 1024**3
 
 logger = logging.getLogger(__name__)
 
 
 def open_tiers(config: StoreConfig, role: WorkerRole, model: LoadedModel) -> TierStack | None:
-    """None where the model's blocks are never found again. Blocks.
+    """None where the model's blocks are never found again, or there is no room for any tier. Blocks.
 
-    ConfigError where a tier cannot be opened, by its key.
+    ConfigError where a tier cannot be opened for another reason than room and disks, by its key.
     """
     if not model.shapes.groups.is_plain:
         logger.warning("kv.store: off, since the model has several KV groups or a window")
         return None
     tiers = list[Tier]()
-    if config.host_bytes:
-        tiers.append(_open_host(config.host_bytes, model.block_bytes))
+    if config.host_bytes and (host := _open_host(config.host_bytes, model.block_bytes)):
+        tiers.append(host)
     if config.is_shared:
         tiers.append(_open_shared(config, model))
-    if config.ssd_path is not None:
-        tiers.append(_open_files(config.ssd_path, role, config.ssd_bytes, model))
-    return TierStack(tiers)
+    if config.ssd_path is not None and (files := _open_files(config.ssd_path, role, config.ssd_bytes, model)):
+        tiers.append(files)
+    return TierStack(tiers) if tiers else None
 
 
 def layout_of(model: LoadedModel) -> bytes:
@@ -51,11 +58,18 @@ def layout_of(model: LoadedModel) -> bytes:
     return hashlib.sha256("\0".join(map(str, said)).encode()).digest()[:LAYOUT_BYTES]
 
 
-def _open_host(max_bytes: int, block_bytes: int) -> HostTier:
-    try:
-        return HostTier(block_bytes=block_bytes, max_bytes=max_bytes, available_bytes=free_memory_bytes())
-    except ValueError as error:
-        raise ConfigError([f"kv.store.host_bytes: {error}"]) from error
+def _open_host(max_bytes: int, block_bytes: int) -> HostTier | None:
+    if max_bytes < block_bytes:
+        raise ConfigError([f"kv.store.host_bytes: {max_bytes} bytes hold no block of {block_bytes}"])
+    free_bytes = free_memory_bytes()
+    if max_bytes > free_bytes:
+        left_bytes = free_bytes // 2
+        logger.warning(
+            "kv.store.host_bytes: a tier of %.2f GiB instead of %.2f, since the machine has %.2f GiB of memory left",
+            *(each / GIB for each in (left_bytes, max_bytes, free_bytes)),
+        )
+        max_bytes = left_bytes
+    return HostTier(block_bytes=block_bytes, max_bytes=max_bytes) if max_bytes >= block_bytes else None
 
 
 def _open_shared(config: StoreConfig, model: LoadedModel) -> MooncakeStoreTier:
@@ -74,12 +88,11 @@ def _open_shared(config: StoreConfig, model: LoadedModel) -> MooncakeStoreTier:
         raise ConfigError([f"kv.store.dram_bytes: {error}"]) from error
 
 
-def _open_files(path: Path, role: WorkerRole, max_bytes: int, model: LoadedModel) -> FileTier:
+def _open_files(path: Path, role: WorkerRole, max_bytes: int, model: LoadedModel) -> FileTier | None:
     """In the first folder of its kind under `path` that no other worker has, so that one that comes back finds what one
-    like it had. Of one kind are those who prefill for others or for themselves, since they are asked for prompts.
+    like it had.
     """
-    kind = "decode" if role == "decode" else "prefill"
-    folders = [path / f"{kind}-{index}" for index in range(MAX_WORKERS)]
+    folders = files_folders(path, role)
     with _by_its_key():
         for folder in folders[:-1]:
             with contextlib.suppress(FolderInUse):
@@ -87,14 +100,22 @@ def _open_files(path: Path, role: WorkerRole, max_bytes: int, model: LoadedModel
         return _open_folder(folders[-1], max_bytes, model)
 
 
-def _open_folder(folder: Path, max_bytes: int, model: LoadedModel) -> FileTier:
-    return FileTier.open(
-        folder,
-        block_bytes=model.block_bytes,
-        layout=layout_of(model),
-        max_bytes=max_bytes,
-        policy=Lru(),  # experiments/replay/README.md compares
-    )
+def _open_folder(folder: Path, max_bytes: int, model: LoadedModel) -> FileTier | None:
+    open_tier = partial(FileTier.open, folder, block_bytes=model.block_bytes, layout=layout_of(model))
+    policy = Lru()  # experiments/replay/README.md compares
+    try:
+        return open_tier(max_bytes=max_bytes, policy=policy)
+    except LimitTooLarge as error:
+        left_bytes = error.held_bytes + error.free_bytes // 2
+        logger.warning("kv.store.ssd_bytes: %s; it is %.2f GiB for now", error, left_bytes / GIB)
+    except FolderUnusable as error:
+        logger.error("kv.store.ssd_path: %s; there is no tier of files until the next start", error)
+        return None
+    try:
+        return open_tier(max_bytes=left_bytes, policy=policy)
+    except (LimitTooSmall, FolderUnusable) as error:
+        logger.error("kv.store.ssd_bytes: %s; there is no tier of files until the next start", error)
+        return None
 
 
 @contextlib.contextmanager
@@ -102,5 +123,5 @@ def _by_its_key() -> Iterator[None]:
     try:
         yield
     except StoreError as error:
-        key = "ssd_bytes" if isinstance(error, LimitTooSmall | LimitTooLarge) else "ssd_path"
+        key = "ssd_bytes" if isinstance(error, LimitTooSmall) else "ssd_path"
         raise ConfigError([f"kv.store.{key}: {error}"]) from error

@@ -53,7 +53,7 @@ class WorkerStore:
         self._dtype = jnp.dtype(block.dtype)
         self._threads = TierThreads()
         num_blocks = pool.num_partitions * pool.blocks_per_partition
-        self._queue = WriteQueue(min(num_blocks, MAX_QUEUED_BLOCKS), pool.num_partitions)
+        self._queue = WriteQueue(min(num_blocks, MAX_QUEUED_BLOCKS), pool.num_partitions, stack.names)
         self._came = OrderedDict[bytes, Mapping[str, int]]()  # tokens by tier, of requests without a first token
         self.message = link_pb2.KvStore()  # as of the last tick
         self._busy = BusyTime()
@@ -100,14 +100,15 @@ class WorkerStore:
             begin()  # which refuses it
             return
 
+        wanted = Wanted(partition=run.partition, names=split_names(run.block_names))
+
         def begin_now(tokens: Mapping[str, int]) -> None:
             if tokens:
                 self._on_came(run.request_id, tokens)
             begin()
+            self._writing.renew(wanted.partition, wanted.names)
 
-        self._fetching.begin(
-            run.request_id, Wanted(partition=run.partition, names=split_names(run.block_names)), link, begin_now
-        )
+        self._fetching.begin(run.request_id, wanted, link, begin_now)
 
     def drop(self, request_id: bytes, link: Link) -> None:
         self._fetching.drop(request_id, link)

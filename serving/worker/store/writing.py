@@ -2,24 +2,31 @@
 
 Little at a time, since reading them takes the device's time: a piece with each tick, and one right behind the other
 while the queue is long, or before the end. One piece at a time is under way.
+
+What a tier has lost of a chain that is still asked for here, nobody would write again: the device has it, and whoever
+finds it there asks no tier. So a prompt that begins has its whole chain looked for in every tier, behind all else. That
+is also what tells Mooncake Store, which evicts what was asked about longest ago and knows no chains, that their
+beginnings are in use.
 """
 
 import asyncio
-import math
 import time
-from collections.abc import Callable
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from moonshard.kv.prefix import BlockName, PrefixEvent
 from moonshard.kv.store.stack import TierStack
 from moonshard.serving.control.batching.scheduler import Scheduler
-from moonshard.serving.control.tiers.writes import Piece, WriteQueue
+from moonshard.serving.control.tiers.piece import Piece
+from moonshard.serving.control.tiers.writes import WriteQueue
 from moonshard.serving.engine.engine import Engine
 from moonshard.serving.worker.background import Background
 from moonshard.serving.worker.store.threads import TierThreads
 
 PIECE_BLOCKS = 8
+MAX_RENEWALS = 64  # chains that wait to be looked for
 
 
 class WriteThrough:
@@ -53,15 +60,26 @@ class WriteThrough:
         self._to_read: Piece | None = None  # that piece, until a moment comes to read it
         self._is_flushing = False
         self._written = asyncio.Event()  # a piece
+        self._renewals = OrderedDict[tuple[int, BlockName], Sequence[BlockName]]()  # by their last block
+        self._is_renewing = False
         self._background = Background(engine.fail)
 
     def came_up(self, names: tuple[BlockName, ...]) -> None:
         """The cache is about to learn these, which some tier has."""
         self._from_below.update(dict.fromkeys(names))
 
+    def renew(self, partition: int, chain: Sequence[BlockName]) -> None:
+        """A request uses these blocks: they should be in all tiers, and count as used there."""
+        if chain:
+            self._renewals[partition, chain[-1]] = chain
+            self._renewals.move_to_end((partition, chain[-1]))
+            if len(self._renewals) > MAX_RENEWALS:
+                self._renewals.popitem(last=False)
+
     def tick(self) -> None:
         self._learn()
         self._begin()
+        self._renew()
 
     def step_ended(self) -> None:
         self._read()
@@ -87,15 +105,31 @@ class WriteThrough:
     def _begin(self) -> None:
         if self._is_busy or self._threads.is_closed:
             return
-        now_s = math.inf if self._is_flushing else self._clock()  # then none has time to wait
-        if (piece := self._queue.take(PIECE_BLOCKS, now_s)) is not None:
+        take_last = self._queue.take_last
+        piece = take_last(PIECE_BLOCKS) if self._is_flushing else self._queue.take(PIECE_BLOCKS, self._clock())
+        if piece is not None:
             self._is_busy = True
             self._background.spawn(self._find_lacking(piece))
 
     async def _find_lacking(self, piece: Piece) -> None:
         chains = [piece.names[chain] for chain in piece.chains()]
-        self._to_read = piece.only(await self._threads.write(self._stack.lacking, chains))
+        self._to_read = piece.only(await self._threads.write(self._stack.lacking, chains, piece.again_for))
         self._read()
+
+    def _renew(self) -> None:
+        if self._renewals and not (self._is_renewing or self._is_flushing or self._threads.is_closed):
+            (partition, _), chain = self._renewals.popitem(last=False)
+            self._is_renewing = True
+            self._background.spawn(self._find_lost(partition, chain))
+
+    async def _find_lost(self, partition: int, chain: Sequence[BlockName]) -> None:
+        """Of what the device has. The rest is for others to keep, or is about to be written anyway."""
+        lost = await self._threads.write(self._stack.renew, chain)
+        whole = Piece(partition=partition, names=tuple(chain), parents=(None, *chain[:-1]))
+        for tier, names in lost.items():
+            piece = whole.only(self._blocks_of(whole.only(set(names))))
+            self._queue.found_lacking(tier, piece, self._clock())
+        self._is_renewing = False
 
     def _read(self) -> None:
         """Nobody holds the blocks: whatever writes over them is launched behind this.
@@ -124,11 +158,10 @@ class WriteThrough:
     async def _keep(self, piece: Piece, pages: np.ndarray) -> None:
         rows = np.ascontiguousarray(pages).reshape(len(piece.names), -1).view(np.uint8)
         chains = [(piece.parents[chain.start], piece.names[chain], rows[chain]) for chain in piece.chains()]
-        kept = await self._threads.write(self._stack.keep, chains)
+        kept = await self._threads.write(self._stack.keep, chains, piece.again_for)
         self._on_kept(kept)
         if not self._is_flushing:  # which tries each once
-            failed = {name for names in kept.values() for name in set(piece.names).difference(names)}
-            self._queue.wrote(piece, failed, self._clock())
+            self._queue.wrote(piece, kept, self._clock())
         self._end()
 
     def _end(self) -> None:

@@ -28,6 +28,7 @@ class KeptTier:
     is_fetching: threading.Event = field(default_factory=threading.Event)
     num_fetched: int = 0
     num_writes: int = 0
+    num_asked_to_write: int = 0  # times that a writer looked what is here
 
     def __post_init__(self):
         self.find_may_go.set()
@@ -40,6 +41,10 @@ class KeptTier:
     def find(self, names: Sequence[BlockName]) -> list[bool]:
         self.find_may_go.wait()
         return [name in self.kept and not self.is_off for name in names]
+
+    def has(self, names: Sequence[BlockName]) -> Sequence[bool | None]:
+        self.num_asked_to_write += 1
+        return [None] * len(names) if self.is_off else self.find(names)
 
     def fetch(self, names: Sequence[BlockName], out: Bytes) -> list[bool]:
         self.is_fetching.set()

@@ -256,21 +256,20 @@ def test_a_port_in_use_is_refused_naming_the_key():
     check_ports_are_free(load_config(None, [f"gateway.grpc_port={port}", "gateway.port=0"]))  # free again
 
 
-def test_a_range_of_kv_ports_too_short_for_the_workers_of_one_machine_is_refused():
-    short = ["kv.ports=[20100, 20104]"]
-    with pytest.raises(ConfigError, match=r"kv\.ports: 3 workers need 6 ports, 20100 to 20104 are 5"):
-        check_kv_ports_suffice(load_config(None, short), num_workers=3, has_store=False)
-    check_kv_ports_suffice(load_config(None, short), num_workers=2, has_store=False)
-    told = r"the store and 2 workers need 7 ports, 20100 to 20104 are 5"
-    with pytest.raises(ConfigError, match=told):
-        check_kv_ports_suffice(load_config(None, short), num_workers=2, has_store=True)
+def test_a_range_of_kv_ports_too_short_for_what_listens_on_one_machine_is_refused():
+    short, store = ["kv.ports=[20100, 20106]"], ["kv.store.enabled=true", "kv.store.dram_bytes=16777216"]
+    with pytest.raises(ConfigError, match=r"kv\.ports: 8 are needed for 4 workers, 20100 to 20106 are 7"):
+        check_kv_ports_suffice(load_config(None, short), num_workers=4)
+    check_kv_ports_suffice(load_config(None, short), num_workers=3)
+    with pytest.raises(ConfigError, match=r"9 are needed for the store and 2 workers, 20100 to 20106 are 7"):
+        check_kv_ports_suffice(load_config(None, [*short, *store]), num_workers=2)
     for unused in ('mode="aggregated"', 'kv.transport="grpc"'):
-        check_kv_ports_suffice(load_config(None, [*short, unused]), num_workers=3, has_store=True)
+        check_kv_ports_suffice(load_config(None, [*short, *store, unused]), num_workers=9)
 
 
 def test_serve_says_that_the_kv_ports_are_too_few_before_it_starts_a_worker(capsys: pytest.CaptureFixture[str]):
     assert cli.main(["serve", "--set", "kv.ports=[20100, 20102]", "--set", "gateway.port=0"]) == 2
-    assert capsys.readouterr().err == "moonshard: kv.ports: 2 workers need 4 ports, 20100 to 20102 are 3\n"
+    assert capsys.readouterr().err == "moonshard: kv.ports: 4 are needed for 2 workers, 20100 to 20102 are 3\n"
 
 
 def test_serve_says_that_the_key_file_cannot_be_read_before_it_starts_a_worker(

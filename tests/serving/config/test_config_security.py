@@ -9,6 +9,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from moonshard.rpc.server.server import build_server
 from moonshard.serving.config.faults import kv_plane_note
 from moonshard.serving.config.keys import Config, ConfigError
+from moonshard.serving.config.kv_ports import library_ports, store_ports
 from moonshard.serving.config.loopback import is_loopback
 from moonshard.serving.config.reading import load_config
 from moonshard.serving.config.tls import link_credentials, server_tls
@@ -99,11 +100,47 @@ def test_a_store_at_an_ipv6_address_is_refused_by_its_key():
     assert fault == "kv.host: Mooncake Store is reached by a name or an IPv4 address, not by ::1"
 
 
-def test_the_store_listens_at_one_port_more_than_a_worker():
-    assert faults(*STORE, "kv.ports=[20100, 20101]") == (
-        "kv.ports: the store listens at 3 ports, 20100 to 20101 are fewer",
-    )
-    assert load_config(None, [*STORE, "kv.ports=[20100, 20102]"]).kv.ports == (20100, 20102)
+OWN = "kv.store.master=auto"
+OTHERS = "kv.store.master=127.0.0.1:7"
+
+
+@pytest.mark.parametrize(
+    ("keys", "first_of_library", "least"),
+    [
+        (["mode=disaggregated"], 20100, 2),
+        ([*STORE, OWN], 20103, 5),
+        ([*STORE, OTHERS], 20101, 3),
+        ([*STORE, OWN, "mode=disaggregated"], 20103, 7),
+        ([*STORE, OTHERS, "mode=disaggregated"], 20101, 5),
+        ([*STORE, OWN, "mode=disaggregated", "kv.transport=grpc"], 20103, 5),
+        (["kv.store.enabled=true", "kv.store.client=127.0.0.1:20100", "mode=disaggregated"], 20103, 7),
+        (["kv.store.enabled=true", "kv.store.client=127.0.0.1:7", "mode=disaggregated"], 20100, 2),
+    ],
+)
+def test_the_first_ports_are_the_stores_the_others_the_librarys_and_fewer_are_refused(
+    keys: list[str], first_of_library: int, least: int
+):
+    last = 20100 + least - 1
+    config = load_config(None, [*keys, f"kv.ports=[20100, {last}]"])
+    assert list(store_ports(config)) == list(range(20100, first_of_library))
+    assert library_ports(config) == (first_of_library, last)
+    (fault,) = faults(*keys, f"kv.ports=[20100, {last - 1}]")
+    assert fault.startswith(f"kv.ports: {least} are needed for ")
+    assert fault.endswith(f", 20100 to {last - 1} are {least - 1}")
+
+
+def test_the_stores_client_is_at_the_first_of_its_ports():
+    for port in (7, 20101):  # outside the fence, and where the library may listen
+        fault = f"kv.store.client: of kv.ports, 20100 to 20109, the first is its port, not {port}"
+        assert faults(*STORE, "kv.ports=[20100, 20109]", f"kv.store.client=127.0.0.1:{port}") == (fault,)
+    assert load_config(None, [*STORE, "kv.ports=[20100, 20109]", "kv.store.client=127.0.0.1:20100"]).kv.store.is_shared
+
+
+@pytest.mark.parametrize("key", ["client", "master"])
+def test_an_address_that_is_none_is_one_fault(key: str):
+    for url in ("http://127.0.0.1:7", "http://10.0.0.1:7", "127.0.0.1"):
+        expected = f"kv.store.{key}: expected host:port, got {url!r}"
+        assert faults(*STORE, f"kv.store.{key}={url}", "kv.ports=[20100, 20109]") == (expected,)
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::"])

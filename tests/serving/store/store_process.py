@@ -1,5 +1,8 @@
 """`moonshard store` as a child process of a test, with the two that it holds."""
 
+import contextlib
+import os
+import socket
 import subprocess
 import sys
 import threading
@@ -9,7 +12,7 @@ from contextlib import contextmanager
 import psutil
 
 from moonshard.kv.store.mooncake.answers import answers
-from moonshard.serving.store.ports import free_ports
+from moonshard.serving.store.ports import FREE_PORTS, free_ports
 
 LIMIT_S = 30.0
 
@@ -54,10 +57,20 @@ class StoreProcess:
         self._is_told.set()
 
 
+def first_of_free(num_ports: int) -> int:
+    """The first of so many ports on end at which nothing listens."""
+    for first in range(FREE_PORTS[0] + os.getpid() % 1000, FREE_PORTS[-1], num_ports):
+        with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
+            for port in range(first, first + num_ports):
+                stack.enter_context(socket.create_server(("", port)))
+            return first
+    raise OSError(f"no {num_ports} free ports on end")
+
+
 @contextmanager
-def running_store(**overrides: object) -> Iterator[StoreProcess]:
+def running_store(address: str | None = None, **overrides: object) -> Iterator[StoreProcess]:
     """Nothing of it is left after the block."""
-    store = StoreProcess(f"127.0.0.1:{free_ports(1)[0]}", **overrides)
+    store = StoreProcess(address or f"127.0.0.1:{free_ports(1)[0]}", **overrides)
     natives = dict[str, psutil.Process]()
     try:
         assert store.ready

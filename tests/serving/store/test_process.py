@@ -1,19 +1,23 @@
 """`moonshard store` as a process, with the two that it holds, and their ends."""
 
+import os
 import re
 import signal
+from pathlib import Path
 
 import psutil
 import pytest
 
+from moonshard.kv.listening import listening_ports
 from moonshard.kv.store.mooncake.answers import answers
 from moonshard.serving.store.ports import StorePorts, free_ports
 from moonshard.serving.store.processes import MooncakeProcesses, StoreSettings
 from tests.cluster.conftest import wait_until
 from tests.kv.store.mooncake.store_usage import read_usage
-from tests.serving.store.store_process import StoreProcess, natives_of, running_store
+from tests.serving.store.store_process import StoreProcess, first_of_free, natives_of, running_store
 
 pytestmark = [pytest.mark.xdist_group("mooncake"), pytest.mark.timeout(120)]
+SO_ACCEPTCON = 1 << 16  # of a socket's flags: it listens; source: proc_net_unix(5)
 
 
 def argument(process: psutil.Process, name: str) -> int:
@@ -22,15 +26,40 @@ def argument(process: psutil.Process, name: str) -> int:
     return int(found.partition("=")[2])
 
 
-def test_it_tells_what_stands_open_and_ends_in_order():
-    with running_store() as store:
-        assert sorted(natives_of(store.process.pid)) == ["mooncake_client", "mooncake_master"]
-        assert answers(store.address, timeout_s=1.0)
-        told = re.search(r"ready; at (\S+); open to whoever reaches them are its ports: [\d, ]+", store.ready)
-        assert told
-        assert told[1] == store.address
+def sockets_of(process: psutil.Process) -> set[str]:
+    """The names in the abstract namespace at which it listens, as Linux tells them: @ stands for the first byte."""
+    own = {Path(f"/proc/{process.pid}/fd", entry).readlink() for entry in os.listdir(f"/proc/{process.pid}/fd")}
+    rows = (line.split() for line in Path("/proc/net/unix").read_text().splitlines()[1:])
+    listening = {row[7].removeprefix("@"): row[6] for row in rows if len(row) == 8 and int(row[3], 16) & SO_ACCEPTCON}
+    return {name for name, inode in listening.items() if Path(f"socket:[{inode}]") in own}
+
+
+def test_all_that_it_opens_is_of_its_ports_and_told_and_it_ends_in_order():
+    first = first_of_free(7)
+    with running_store(f"127.0.0.1:{first}", **{"kv.ports": f"[{first}, {first + 6}]"}) as store:
+        natives = natives_of(store.process.pid)
+        assert sorted(natives) == ["mooncake_client", "mooncake_master"]
+        opened = {name: listening_ports(process.pid) for name, process in natives.items()}
+        assert opened["mooncake_master"] == {first + 1, first + 2}
+        by_the_library = sorted(opened["mooncake_client"] - {first})
+        assert len(by_the_library) == 2
+        assert set(by_the_library) <= set(range(first + 3, first + 7))
+        [socket] = sockets_of(natives["mooncake_client"])
+        assert not sockets_of(natives["mooncake_master"])
+        assert store.ready.strip().endswith(
+            f"ready; at {store.address}; open to whoever reaches them are its ports: {by_the_library[0]}, "
+            f"{by_the_library[1]}; to all on this machine its master at {first + 1} with metrics at {first + 2}, "
+            f"and its client at {first} and the socket {socket}"
+        )
         store.process.send_signal(signal.SIGTERM)
         assert store.end() == 0
+
+
+def test_it_comes_back_at_the_same_ports_at_once():
+    first = first_of_free(8)
+    for _ in range(2):
+        with running_store(f"127.0.0.1:{first}", **{"kv.ports": f"[{first}, {first + 7}]"}) as store:
+            assert f"its master at {first + 1} with metrics at {first + 2}" in store.ready
 
 
 def test_what_it_holds_ends_with_it_though_it_is_killed():

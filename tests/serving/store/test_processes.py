@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -12,6 +13,7 @@ from moonshard.serving.store.ports import StorePorts
 from moonshard.serving.store.processes import MooncakeProcesses, StoreSettings
 
 pytestmark = pytest.mark.xdist_group("mooncake")
+LIMIT_S = 30.0
 SETTINGS = StoreSettings(segment_bytes=64 * 1024 * 1024)
 
 
@@ -48,12 +50,16 @@ def test_processes_that_cannot_start_say_why_and_leave_none_behind(running: Moon
     assert not answers(f"127.0.0.1:{ports.master}", timeout_s=0.2)
 
 
-def test_processes_end_though_they_are_stopped(running: MooncakeProcesses):
+@pytest.mark.parametrize("patience_s", [0.0, LIMIT_S])
+def test_processes_end_though_they_are_stopped(running: MooncakeProcesses, patience_s: float):
+    """At once killed, or, since they are woken, in order."""
     assert running.client.pid
     os.kill(running.client.pid, signal.SIGSTOP)
     os.waitid(os.P_PID, running.client.pid, os.WSTOPPED | os.WNOWAIT)
-    running.stop(timeout_s=0.1)
+    began_s = time.perf_counter()
+    running.stop(patience_s)
     assert running.pids == ()
+    assert time.perf_counter() - began_s < LIMIT_S / 2
 
 
 def test_without_the_package_they_say_what_to_install(monkeypatch: pytest.MonkeyPatch):

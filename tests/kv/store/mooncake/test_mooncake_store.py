@@ -511,6 +511,30 @@ def test_a_full_store_gives_up_what_nobody_asks_for(own_store: MooncakeProcesses
         assert are_right(tier, chains[-1]) == [True] * 20
 
 
+def test_what_a_writer_asks_about_now_and_then_is_not_given_up(own_store: MooncakeProcesses):
+    """As the beginning of a chain that devices have, which nobody reads here."""
+    with tier_on(own_store) as tier:
+        hot, cold = names_of("hot", 20), names_of("cold", 20)
+        keep_until_kept(tier, hot)
+        keep_until_kept(tier, cold)
+        for index in range(90):
+            keep_until_kept(tier, names_of(f"more {index}", 20))
+            assert tier.has(hot) == [True] * 20
+        assert read_usage(own_store.ports.metrics).num_evicted > 0
+        assert not any(tier.has(cold))
+
+
+def test_who_writes_is_not_told_that_a_block_lacks_where_nothing_answers(own_store: MooncakeProcesses):
+    with tier_on(own_store, timeout_s=0.1) as tier:
+        names = names_of("asked", 3)
+        keep_until_kept(tier, names[:2])
+        assert tier.has(names) == [True, True, False]
+        before = misses(tier)
+        kill(own_store.client)
+        assert tier.has(names) == [None] * 3
+        assert misses(tier) == before  # nobody was to read them
+
+
 # ---- beginnings and ends
 
 

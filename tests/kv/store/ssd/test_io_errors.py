@@ -2,6 +2,7 @@
 
 import errno
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -216,6 +217,45 @@ def test_a_full_disk_lowers_the_limit_to_what_fits(tmp_path: Path, direct: bool)
         assert tier.max_blocks == 100
         assert all(fetch(tier, chain(39, 8, start=2)))
         tier.close()
+
+
+@either_way
+@pytest.mark.parametrize("left", [0, 200 * 1024])
+def test_a_disk_that_has_room_again_is_used_again(tmp_path: Path, direct: bool, left: int, caplog):
+    """Also where there was none for the first block."""
+    with mounted(tmp_path, "size=1m"):
+        tier, names = open_tier(tmp_path / "kv", 100, direct=direct), chain(0, 60)
+        free = os.statvfs(tmp_path)
+        (tmp_path / "others").write_bytes(bytes(free.f_bavail * free.f_frsize - left))
+        assert not all(keep(tier, names))
+        max_blocks = tier.max_blocks
+        assert max_blocks <= left // EXTENT_BYTES
+        tier.upkeep()
+        assert tier.max_blocks == max_blocks  # there is none yet
+        assert caplog.text.count("disk is full") == 1
+        (tmp_path / "others").unlink()
+        tier.upkeep()
+        assert tier.max_blocks == 100
+        assert all(keep(tier, names))
+        assert all(fetch(tier, names))
+        assert caplog.text.count("has room again") == 1
+        tier.close()
+        tier = open_tier(tmp_path / "kv", 100, direct=direct)
+        assert all(fetch(tier, names))
+        tier.close()
+
+
+def test_files_that_are_deleted_are_told_of_once(tmp_path: Path, caplog):
+    tier, names = open_tier(tmp_path / "kv", 8), chain(0, 3)
+    keep(tier, names)
+    tier.upkeep()
+    assert "deleted" not in caplog.text
+    shutil.rmtree(tmp_path / "kv")
+    for _ in range(2):
+        tier.upkeep()
+    assert caplog.text.count("was deleted") == 1
+    assert all(fetch(tier, names))
+    tier.close()
 
 
 def test_a_store_that_nothing_fits_into_keeps_nothing_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -34,6 +34,7 @@ KV_STORE = link_pb2.KvStore(
     num_queued_blocks=11,
     num_dropped_blocks=12,
     num_lost_blocks=13,
+    num_aside_blocks=14,
 )
 # vLLM's names as boards and autoscalers spell them.
 VLLM_NAMES = {
@@ -54,7 +55,8 @@ TIER_NAMES = {
     *("moonshard_tier_not_kept_blocks_total", "moonshard_tier_evicted_blocks_total", "moonshard_tier_read_bytes_total"),
     *("moonshard_tier_written_bytes_total", "moonshard_tier_late_fetches_total"),
     *("moonshard_tier_dropped_blocks_total", "moonshard_tier_lost_blocks_total"),
-    *("moonshard_tier_held_bytes", "moonshard_tier_queued_blocks", "moonshard_cached_tokens_total"),
+    *("moonshard_tier_held_bytes", "moonshard_tier_queued_blocks", "moonshard_tier_lacking_blocks"),
+    "moonshard_cached_tokens_total",
 }
 
 LATENCIES = (
@@ -229,5 +231,6 @@ async def test_a_worker_that_is_gone_runs_nothing_and_keeps_its_counts(
     assert there["moonshard_tier_held_bytes", "host", address] == 9
     assert not any(name == "moonshard_tier_held_bytes" for name, *_ in gone)
     assert [each["moonshard_tier_queued_blocks", address] for each in (there, gone)] == [11, 0]
+    assert [each["moonshard_tier_lacking_blocks", address] for each in (there, gone)] == [14, 0]
     assert gone["moonshard_tier_hits_total", "host", address] == 1
     assert not any(name in ("moonshard_used_blocks", "moonshard_free_blocks") for name, *_ in gone)

@@ -92,6 +92,7 @@ async def test_each_tier_of_a_worker_that_has_some_is_told(samples: tuple[Sample
         ("queued_blocks", decode): 11,
         ("dropped_blocks_total", decode): 12,
         ("lost_blocks_total", decode): 13,
+        ("lacking_blocks", decode): 14,
     }
     assert (of_tiers["hits_total", "ssd", decode], of_tiers["held_bytes", "ssd", decode]) == (20, 21)
 

@@ -6,10 +6,12 @@ from typing import Any
 
 import pytest
 
-from moonshard.serving.control.tiers.writes import AGAIN_S, MAX_AGAIN_S
-from moonshard.serving.worker.store.writing import PIECE_BLOCKS
+from moonshard.kv.prefix import block_names
+from moonshard.serving.control.tiers.aside import AGAIN_S, MAX_AGAIN_S
+from moonshard.serving.control.tiers.writes import WriteQueue
+from moonshard.serving.worker.store.writing import MAX_RENEWALS, PIECE_BLOCKS
 from tests.serving.worker.store.virtual_loop import run_virtually
-from tests.serving.worker.store.world import BLOCK_SIZE, World
+from tests.serving.worker.store.world import BLOCK_SIZE, ROOT, World
 
 NUM_BLOCKS = 24
 
@@ -50,7 +52,7 @@ async def pass_time(world: World, seconds: float) -> None:
 
 def a_world() -> World:
     world = World(seed=1, num_partitions=1, num_blocks=100)
-    world.queue._max_blocks = 100
+    world.writing._queue = world.queue = WriteQueue(100, 1, world.stack.names)
     return world
 
 
@@ -85,13 +87,14 @@ def test_while_a_tier_is_off_a_piece_at_a_time_is_tried_more_and_more_seldom():
         tier.is_off = True
         await compute(world, prompts(0, NUM_BLOCKS // 3))
         await pass_time(world, 1.0)
-        num_first = tier.num_writes
+        num_first, asked_of_other = tier.num_writes, world.tiers[0].num_asked_to_write
         await pass_time(world, AGAIN_S * (1 + 2 + 4) + 1.0)
         calls_per_piece = -(-PIECE_BLOCKS // 3)  # one for each chain
         assert num_first < tier.num_writes <= num_first + 3 * (calls_per_piece + 1)
         before = tier.num_writes
         await pass_time(world, 10 * MAX_AGAIN_S)
         assert before < tier.num_writes <= before + 11 * (calls_per_piece + 1)
+        assert world.tiers[0].num_asked_to_write == asked_of_other
 
     run(scenario())
 
@@ -131,12 +134,12 @@ def test_what_the_device_lost_meanwhile_is_forgotten():
         world.tiers[0].is_off = world.tiers[1].is_off = True
         await compute(world, prompts(0, 4))
         await pass_time(world, 1.0)
-        assert world.queue.num_aside == 12
+        assert world.queue.num_aside == 2 * 12
         await compute(world, prompts(20, 36))  # more than the pool has
         await pass_time(world, 1.0)
         on_device = set(world.scheduler.cache.snapshot(0))
-        assert {name for _, name in world.queue._aside} <= on_device
-        assert world.queue.num_lost > 0
+        for tier in world.stack.names:
+            assert {name for _, name in world.queue._aside[tier]._parents} <= on_device
 
     run(scenario())
 
@@ -154,5 +157,73 @@ def test_the_flush_at_the_end_tries_each_block_once():
         assert flushing.done()
         assert len(world.tiers[1].kept) == 12
         assert world.queue.num_aside == 0
+
+    run(scenario())
+
+
+def use(world: World, prompt: Sequence[int]) -> None:
+    """As a request does that finds all of it on the device."""
+    world.writing.renew(0, block_names(ROOT, prompt, BLOCK_SIZE))
+
+
+@pytest.mark.parametrize("lost", [[0], [1], [0, 1, 2]])
+def test_what_a_tier_lost_of_a_chain_that_is_still_used_it_is_given_again(lost: list[int]):
+    async def scenario() -> None:
+        world = a_world()
+        [prompt] = prompts(0, 1)
+        await compute(world, [prompt])
+        await pass_time(world, 1.0)
+        names = block_names(ROOT, prompt, BLOCK_SIZE)
+        for index in lost:
+            del world.tiers[1].kept[names[index]]
+        await pass_time(world, 1.0)
+        assert len(world.tiers[1].kept) == 3 - len(lost)
+        num_writes = world.tiers[0].num_writes
+        use(world, prompt)
+        await pass_time(world, 1.0)
+        assert [len(tier.kept) for tier in world.tiers] == [3, 3]
+        assert world.tiers[0].num_writes == num_writes  # which has lost nothing
+
+    run(scenario())
+
+
+def test_a_tier_that_does_not_say_what_it_has_is_given_nothing_again():
+    async def scenario() -> None:
+        world = a_world()
+        [prompt] = prompts(0, 1)
+        await compute(world, [prompt])
+        await pass_time(world, 1.0)
+        world.tiers[1].is_off = True
+        use(world, prompt)
+        await pass_time(world, 1.0)
+        assert world.queue.num_aside == 0
+
+    run(scenario())
+
+
+def test_what_a_tier_lost_and_the_device_too_is_left_alone():
+    async def scenario() -> None:
+        world = a_world()
+        await compute(world, prompts(0, 1))
+        await pass_time(world, 1.0)
+        world.tiers[1].kept.clear()
+        await compute(world, prompts(20, 36))  # more than the pool has
+        await pass_time(world, 10.0)
+        kept = set(world.tiers[1].kept)
+        use(world, prompts(0, 1)[0])
+        await pass_time(world, 0.1)
+        assert (world.queue.num_aside, set(world.tiers[1].kept)) == (0, kept)
+
+    run(scenario())
+
+
+def test_of_chains_that_wait_to_be_looked_for_the_oldest_are_forgotten():
+    async def scenario() -> None:
+        world = a_world()
+        for prompt in prompts(0, 2 * MAX_RENEWALS):
+            use(world, prompt)
+        assert len(world.writing._renewals) == MAX_RENEWALS
+        await pass_time(world, 0.1 * MAX_RENEWALS + 1.0)
+        assert len(world.writing._renewals) == 0
 
     run(scenario())

@@ -130,7 +130,7 @@ class World:
         self.tiers = [KeptTier(4 * BLOCK_SIZE, name, is_shared=False) for name in ("host", "ssd")]
         self.stack = TierStack(self.tiers)
         parts: dict[str, Any] = {"engine": self.engine, "scheduler": self.scheduler, "stack": self.stack}
-        self.queue = WriteQueue(rng.choice([3, 100]), self.num_partitions)
+        self.queue = WriteQueue(rng.choice([3, 100]), self.num_partitions, self.stack.names)
         self.writing = WriteThrough(
             **parts,
             num_partitions=self.num_partitions,
@@ -203,6 +203,7 @@ class World:
             assert request.id not in self.cancelled
             self.num_from_tiers += sum(tokens.values())
             self.scheduler.add(request, 0.0, None, partition)
+            self.writing.renew(partition, request.block_names)
             self.engine.wake()
             if self.rng.random() < 0.5:
                 self.engine.launch()

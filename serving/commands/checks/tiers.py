@@ -1,0 +1,59 @@
+"""Whether a machine has room for what workers are to keep of their KV, asked before anything is loaded.
+
+A limit that is too large is a mistake at the first start; of a worker that comes back it is not asked again
+(`serving.worker.store.opening`).
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from moonshard.serving.config.keys import Config, ConfigError, WorkerRole
+
+
+def check_tiers_fit(config: Config, roles: Sequence[WorkerRole]) -> None:
+    """ConfigError where the tiers of workers of these roles have no room together, or their folders are others'."""
+    store = config.kv.store
+    if not store.enabled:
+        return
+    faults = _memory_faults(store.host_bytes, len(roles))
+    if store.ssd_path is not None:
+        faults += _disk_faults(store.ssd_path, store.ssd_bytes, roles)
+    if faults:
+        raise ConfigError(faults)
+
+
+def _memory_faults(max_bytes: int, num_workers: int) -> list[str]:
+    from moonshard.serving.engine.capacity.memory import free_memory_bytes
+
+    if not max_bytes or num_workers * max_bytes <= (free_bytes := free_memory_bytes()):
+        return []
+    return [f"kv.store.host_bytes: {_of_each(num_workers, max_bytes)}, and {_gib(free_bytes)} of memory are available"]
+
+
+def _disk_faults(path: Path, max_bytes: int, roles: Sequence[WorkerRole]) -> list[str]:
+    """What lies in the path already is theirs: it counts as free."""
+    from moonshard.kv.store.ssd.faults import StoreError
+    from moonshard.kv.store.ssd.folder import claim_folder, free_bytes, held_bytes
+    from moonshard.serving.worker.store.folders import files_folders
+
+    try:
+        for role in dict.fromkeys(roles):
+            for folder in files_folders(path, role, roles.count(role)):
+                claim_folder(folder)
+        free, held = free_bytes(path), held_bytes(path)
+    except StoreError as error:
+        return [f"kv.store.ssd_path: {error}"]
+    except OSError as error:
+        return [f"kv.store.ssd_path: {path}: {error.strerror or error}"]
+    if len(roles) * max_bytes <= free + held:
+        return []
+    wanted = _of_each(len(roles), max_bytes)
+    return [f"kv.store.ssd_bytes: {wanted}, and {path} has {_gib(free)} free and {_gib(held)} of blocks already"]
+
+
+def _of_each(num_workers: int, max_bytes: int) -> str:
+    return f"{_gib(max_bytes)} of each of {num_workers} workers" if num_workers > 1 else _gib(max_bytes)
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / 1024**3:.2f} GiB"
