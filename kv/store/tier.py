@@ -60,8 +60,8 @@ class Tier(Protocol):
         ...
 
     def has(self, names: Sequence[BlockName]) -> Sequence[bool | None]:
-        """As `find`, for whoever writes and can wait; None where it is not known. It counts as no look-up, and where
-        others evict without knowing chains, it counts as a use.
+        """As `find`, for whoever writes: with as much time as keeping has, and None where it is not known. It counts as
+        no look-up, and where others evict without knowing chains, it counts as a use.
         """
         ...
 

@@ -207,7 +207,10 @@ class ServedWorker:
 
     async def cut_off(self) -> None:
         """Only warns: `close` ends what still runs."""
-        logger.warning("requests were still running after %g s and are cancelled", self.drain_timeout_s)
+        if self.worker.is_flushing:
+            logger.warning("blocks still waited to be kept by kv.store after %g s and are not", self.drain_timeout_s)
+        else:
+            logger.warning("requests were still running after %g s and are cancelled", self.drain_timeout_s)
 
     async def close(self) -> None:
         await self.worker.close()

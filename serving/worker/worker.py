@@ -103,6 +103,7 @@ class Worker:
         )
         self._compiled_first = CompiledFirst(self._compiling, self.engine.fail)
         self._store = None if tiers is None else self._open_store(tiers)
+        self.is_flushing = False  # at the end: no request is left, and blocks that tiers are to keep may be
         parts = Parts(
             engine=self.engine,
             scheduler=self._scheduler,
@@ -152,12 +153,13 @@ class Worker:
             self._compiling.read_ahead()
 
     async def wait_idle(self) -> None:
-        """Until no request and no handoff is left."""
+        """Until no request and no handoff is left, and then what waits for tiers is written."""
         await self.engine.wait_idle()
         while self.role.num_handoffs or self._compiled_first.num_waiting or self._num_fetching:
             await asyncio.sleep(TICK_S)
             await self.engine.wait_idle()
         if self._store is not None:
+            self.is_flushing = True
             await self._store.flush()  # as long as a drain may take
 
     @property

@@ -27,6 +27,10 @@ What the library does, as seen with 0.3.13.post1, shapes these files:
 - A process that ends while the client is stopped takes 30 s for it, in a handler of the library's that C calls at the
   end, and aborts if a call hangs. So a worker ends by `_exit` (`serving.deploy.startup.end_process`).
 - While the client is gone, the library logs a line every 2 s, and one for every key that it is asked for.
+Whole objects are fetched, and never ranges of them (`get_into_ranges`), though a mesh cut by tokens or layers wants
+less than a whole block. Measured for 8 blocks of 1.18 MB, on two cores of a Xeon: whole objects 2.06 ms; ranges that
+together are whole 5.1 to 5.8 ms; half of each block 3.1 ms, a quarter 2.3 ms; half in 8 ranges a block 4.6 ms. So even
+a quarter of the bytes takes longer than all of them.
 The other way, a segment in each worker (`setup`), works too and was not taken: its blocks go with the worker, each
 worker listens on all interfaces, a get from a stopped one blocks for 60 s, and the bytes go over TCP, 0.4 to 18 ms for
 256 KiB.

@@ -15,7 +15,7 @@ from typing import Any
 
 
 class Lane:
-    """One thread, started with its first call. Whoever holds the lane makes calls on it, one after another."""
+    """One thread. Whoever holds the lane makes calls on it, one after another."""
 
     def __init__(self, index: int, name: str):
         self.index = index
@@ -28,11 +28,15 @@ class Lane:
         """What `function` returns or raises. TimeoutError when it takes longer: no other call may be made then."""
         return self.start(function).result(max(0.0, timeout_s))
 
-    def start[T](self, function: Callable[[], T]) -> Future[T]:
-        """The last call of whoever holds the lane may be one that it does not wait for."""
+    def begin(self) -> None:
+        """Its thread starts, with the first call at the latest."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
             self._thread.start()
+
+    def start[T](self, function: Callable[[], T]) -> Future[T]:
+        """The last call of whoever holds the lane may be one that it does not wait for."""
+        self.begin()
         future = Future[T]()
         self.last_call = future
         self._inbox.put(lambda: _settle(future, function))
@@ -65,6 +69,13 @@ class Lanes:
         self._num_unattended = 0
         for lane in reversed(self._lanes):
             self._free.put(lane)
+
+    def begin(self) -> None:
+        """All threads start, with the priority of this one. Later each would have that of its first caller, for good:
+        that of a thread that gives way to all others, for calls that requests wait for.
+        """
+        for lane in self._lanes:
+            lane.begin()
 
     @property
     def are_stuck(self) -> bool:

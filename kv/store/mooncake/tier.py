@@ -31,7 +31,7 @@ class MooncakeStoreConfig:
 
     address: str  # host:port of `mooncake_client` on this machine
     timeout_s: float = 0.05  # of one call, besides what its bytes may take
-    keep_timeout_s: float = 1.0  # of one that keeps: nobody waits for it, on a thread that gives way to all others
+    unhurried_timeout_s: float = 1.0  # of one that nobody waits for, on a thread that gives way to all others
     min_bytes_per_second: float = 0.5e9  # what is slower counts as hung
     max_call_bytes: int = 16 * 1024 * 1024  # of one call: more blocks go in several
     max_calls: int = 4  # at once; so many may hang
@@ -57,8 +57,9 @@ class MooncakeStoreTier:
         self._rows_per_call = max(1, config.max_call_bytes // self._row_bytes)
         self._lanes = Lanes(config.max_calls, "mooncake-store")
         self._closing = threading.Event()
-        self._lock = threading.Lock()  # of the three below
+        self._lock = threading.Lock()  # of the four below
         self._breaker = Breaker(rest_s=config.rest_s)
+        self._unhurried_from_s = float("-inf")  # until then what nobody waits for is not attempted
         self._session: Session | None = None  # always there while the breaker is closed
         self._counts = Counter[str]()
 
@@ -72,8 +73,9 @@ class MooncakeStoreTier:
         os.environ["MC_LOG_LEVEL"] = "ERROR"  # the library takes it from the environment alone, when it loads
         new_library()
         tier = cls(layout=layout, block_bytes=block_bytes, config=config)
+        tier._lanes.begin()
         # the first turn begins to set the library up, on its lane
-        with contextlib.suppress(NoAnswer), tier._turn(0, config.timeout_s):
+        with contextlib.suppress(NoAnswer), tier._turn(0):
             pass
         return tier
 
@@ -99,20 +101,16 @@ class MooncakeStoreTier:
     def find(self, names: Sequence[BlockName]) -> list[bool]:
         if not names:
             return []
-        keys = self._values.keys(names)
         try:
-            with self._turn(0, self._config.timeout_s) as turn:
-                return [code == 1 for code in turn.ask(lambda library: library.batch_is_exist(keys))]
+            return self._look_up(names, is_waited_for=True)
         except NoAnswer as no_answer:
             self._count(no_answer.cause, len(names))
             return [False] * len(names)
 
     def has(self, names: Sequence[BlockName]) -> Sequence[bool | None]:
         """See `Tier`: the master evicts what was asked about longest ago."""
-        keys = self._values.keys(names)
         try:
-            with self._turn(0, self._config.keep_timeout_s) as turn:
-                return [code == 1 for code in turn.ask(lambda library: library.batch_is_exist(keys))]
+            return self._look_up(names, is_waited_for=False) if names else []
         except NoAnswer:
             return [None] * len(names)
 
@@ -147,9 +145,15 @@ class MooncakeStoreTier:
         parts = [slice(start, start + self._rows_per_call) for start in range(0, len(names), self._rows_per_call)]
         return list(itertools.chain.from_iterable(do(names[part], rows[part]) for part in parts))
 
+    def _look_up(self, names: Sequence[BlockName], *, is_waited_for: bool) -> list[bool]:
+        """Raises NoAnswer."""
+        keys = self._values.keys(names)
+        with self._turn(0, is_waited_for=is_waited_for) as turn:
+            return [code == 1 for code in turn.ask(lambda library: library.batch_is_exist(keys))]
+
     def _fetch(self, names: Sequence[BlockName], out: Bytes) -> list[bool]:
         try:
-            with self._turn(len(names), self._config.timeout_s) as turn:
+            with self._turn(len(names)) as turn:
                 causes = self._read(turn, names, out)
         except NoAnswer as no_answer:
             causes = [no_answer.cause] * len(names)
@@ -178,7 +182,7 @@ class MooncakeStoreTier:
 
     def _keep(self, names: Sequence[BlockName], blocks: Bytes) -> list[bool]:
         left: Sequence[int] = range(len(names))
-        with contextlib.suppress(NoAnswer), self._turn(len(names), self._config.keep_timeout_s) as turn:
+        with contextlib.suppress(NoAnswer), self._turn(len(names), is_waited_for=False) as turn:
             for name, block, row in zip(names, blocks, turn.rows[: len(names)], strict=True):
                 self._values.write(name, block, row)
             left = self._write(turn, names, left)
@@ -201,10 +205,11 @@ class MooncakeStoreTier:
     # ---- whether to ask, and what came of it
 
     @contextlib.contextmanager
-    def _turn(self, num_blocks: int, timeout_s: float) -> Iterator[Turn]:
+    def _turn(self, num_blocks: int, *, is_waited_for: bool = True) -> Iterator[Turn]:
         """The right to ask, with a lane and its memory. NoAnswer where the store is not to be asked now: where there is
         no session yet, one is being set up from now on.
         """
+        timeout_s = self._config.timeout_s if is_waited_for else self._config.unhurried_timeout_s
         limit_s = timeout_s + num_blocks * self._row_bytes / self._config.min_bytes_per_second
         deadline_s = time.perf_counter() + limit_s
         with self._lanes.lane(timeout_s=limit_s) as lane:
@@ -215,7 +220,8 @@ class MooncakeStoreTier:
             now_s = time.perf_counter()
             with self._lock:
                 is_probe = not self._breaker.is_closed
-                attempt, session = self._breaker.begin(now_s), self._session
+                is_early = not is_waited_for and now_s < self._unhurried_from_s
+                attempt, session = None if is_early else self._breaker.begin(now_s), self._session
             if attempt is None:
                 raise NoAnswer(MissCause.OFF)
             if session is None:
@@ -227,7 +233,7 @@ class MooncakeStoreTier:
                 num_lanes=self._config.max_calls,
                 limit_s=deadline_s - now_s,
                 is_probe=is_probe,
-                settle=partial(self._settle, attempt),
+                settle=partial(self._settle, attempt, is_waited_for=is_waited_for),
                 give_up_session=partial(self._replace, session),
             )
             try:
@@ -244,16 +250,22 @@ class MooncakeStoreTier:
             with self._lock:
                 is_wanted = session is not None and not self._closing.is_set()
                 self._session = session if is_wanted else None
-            self._settle(attempt, is_wanted)
+            self._settle(attempt, None if is_wanted else MissCause.IO_ERROR)
         if session is not None and not is_wanted:
             session.close()
 
-    def _settle(self, attempt: Attempt, is_good: bool) -> None:
+    def _settle(self, attempt: Attempt, cause: MissCause | None, *, is_waited_for: bool = True) -> None:
+        """What nobody waits for may be late for other reasons than the store's: then it alone is not attempted for a
+        while, unless it was to tell whether all may go on.
+        """
+        now_s = time.perf_counter()
         with self._lock:
-            if is_good:
+            if cause is None:
                 self._breaker.succeed(attempt)
+            elif cause is MissCause.TIMED_OUT and not is_waited_for and self._breaker.is_closed:
+                self._unhurried_from_s = now_s + self._config.rest_s
             else:
-                self._breaker.fail(attempt, time.perf_counter())
+                self._breaker.fail(attempt, now_s)
 
     def _replace(self, session: Session) -> None:
         """The next turn sets up another one."""

@@ -31,10 +31,10 @@ class Turn:
         num_lanes: int,
         limit_s: float,
         is_probe: bool,
-        settle: Callable[[bool], None],
+        settle: Callable[[MissCause | None], None],
         give_up_session: Callable[[], None],
     ):
-        """`settle` is told after each call whether it went well, `give_up_session` that the store lost its memory."""
+        """`settle` is told after each call what went wrong, `give_up_session` that the store lost its memory."""
         self._session = session
         self._lane = lane
         self._limit_s = limit_s
@@ -61,7 +61,7 @@ class Turn:
             raise self._failed(MissCause.IO_ERROR) from None
         if any(code == FAILED or code <= RPC_FAILED for code in codes):
             raise self._failed(MissCause.IO_ERROR)
-        self._settle(is_good=True)
+        self._settle(None)
         return codes
 
     def leave_with(self, call: Callable[[Library], list[int]]) -> None:
@@ -83,12 +83,12 @@ class Turn:
     def end(self) -> None:
         """A turn without a call, as when the caller's arrays have other shapes, must not look like one that goes on."""
         if not self._is_settled:
-            self._settle(is_good=False)
+            self._settle(MissCause.IO_ERROR)
 
     def _failed(self, cause: MissCause) -> NoAnswer:
-        self._settle(is_good=False)
+        self._settle(cause)
         return NoAnswer(cause)
 
-    def _settle(self, *, is_good: bool) -> None:
+    def _settle(self, cause: MissCause | None) -> None:
         self._is_settled = True
-        self._settle_with(is_good)
+        self._settle_with(cause)

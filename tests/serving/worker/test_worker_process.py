@@ -34,6 +34,7 @@ class FakeWorker:
     def __init__(self):
         self.engine = FakeEngine()
         self.is_draining = False
+        self.is_flushing = False
         self.idle = asyncio.Event()
         self.asked_for_idle = asyncio.Event()
         self.is_closed = False
@@ -97,11 +98,18 @@ async def test_a_drain_refuses_what_is_new_waits_for_what_runs_and_ends_with_0()
     assert process.worker.is_closed
 
 
-async def test_a_drain_that_takes_too_long_is_cut_off(caplog: pytest.LogCaptureFixture):
+@pytest.mark.parametrize(
+    ("is_flushing", "told"),
+    [(False, "requests were still running after"), (True, "blocks still waited to be kept by kv.store after")],
+)
+async def test_a_drain_that_takes_too_long_is_cut_off(is_flushing: bool, told: str, caplog: pytest.LogCaptureFixture):
+    """And what was cut off is told: once no request is left, only what is to be written may still wait."""
     process = Process(drain_timeout_s=0.01)
+    process.worker.is_flushing = is_flushing
     process.stop.set()
     assert await asyncio.wait_for(process.exit_code, 5) == 0
-    assert "still running" in caplog.text
+    [record] = caplog.records
+    assert record.getMessage().startswith(told)
 
 
 @pytest.mark.parametrize("is_draining", [False, True])

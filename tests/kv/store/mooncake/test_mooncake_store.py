@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -37,6 +38,7 @@ pytestmark = pytest.mark.xdist_group("mooncake")
 ROOT = Path(__file__).parents[4]
 SETTINGS = StoreSettings(segment_bytes=64 * 1024 * 1024)
 AT_ONCE_S = 1.0  # on a machine that does other things too: the library's own limit is 30 s
+LONG_S = 20.0
 NUM_BLOCKS = 8
 
 
@@ -60,12 +62,14 @@ def _store(settings: StoreSettings) -> Iterator[MooncakeProcesses]:
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
 
 
-def config_for(processes: MooncakeProcesses, timeout_s: float = 10.0, rest_s: float = 0.1) -> MooncakeStoreConfig:
+def config_for(
+    processes: MooncakeProcesses, timeout_s: float = 10.0, rest_s: float = 0.1, unhurried_timeout_s: float | None = None
+) -> MooncakeStoreConfig:
     address = processes.ports.client_address
     return MooncakeStoreConfig(
         address=address,
         timeout_s=timeout_s,
-        keep_timeout_s=timeout_s,
+        unhurried_timeout_s=timeout_s if unhurried_timeout_s is None else unhurried_timeout_s,
         max_call_bytes=5 * BLOCK_BYTES,
         rest_s=rest_s,
     )
@@ -73,9 +77,14 @@ def config_for(processes: MooncakeProcesses, timeout_s: float = 10.0, rest_s: fl
 
 @contextmanager
 def tier_on(
-    processes: MooncakeProcesses, *, layout: bytes = LAYOUT, timeout_s: float = 10.0, rest_s: float = 0.1
+    processes: MooncakeProcesses,
+    *,
+    layout: bytes = LAYOUT,
+    timeout_s: float = 10.0,
+    rest_s: float = 0.1,
+    unhurried_timeout_s: float | None = None,
 ) -> Iterator[MooncakeStoreTier]:
-    config = config_for(processes, timeout_s, rest_s)
+    config = config_for(processes, timeout_s, rest_s, unhurried_timeout_s)
     tier = MooncakeStoreTier.start(layout=layout, block_bytes=BLOCK_BYTES, config=config)
     try:
         await_on(tier)
@@ -141,6 +150,10 @@ def worker_on(processes: MooncakeProcesses, *, timeout_s: float = 10.0) -> Itera
         yield worker
     finally:
         worker.kill()
+
+
+def give_way() -> None:
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
 
 
 def stop(process: NativeProcess) -> None:
@@ -435,25 +448,55 @@ def test_at_most_four_calls_hang_and_then_it_is_off_until_one_returns(
     def num_timed_out() -> int:
         return hasty.counters.num_misses.get(MissCause.TIMED_OUT, 0)
 
-    def all_hang() -> bool:
-        assert hasty.find(names) == are_right(hasty, names) == [False, False]
-        return num_store_threads() == 4
-
     def is_off_for_good() -> bool:
         """Over five rests nothing was attempted."""
         before, start_s = num_timed_out(), time.perf_counter()
         while time.perf_counter() - start_s < 0.5:
-            assert all_hang()
+            assert hasty.find(names) == are_right(hasty, names) == [False, False]
         return num_timed_out() == before
 
     names = names_of("hang", 2)
     keep_until_kept(hasty, names)
     stop(own_store.client)
-    await_that(all_hang)
     await_that(is_off_for_good)
-    assert num_timed_out() >= 4
+    assert num_timed_out() >= 4 * len(names)
     go_on(own_store.client)
     await_that(lambda: all(are_right(hasty, names)))
+
+
+def test_what_nobody_waits_for_is_given_the_time_that_keeping_has(own_store: MooncakeProcesses):
+    with tier_on(own_store, timeout_s=0.1, unhurried_timeout_s=LONG_S) as tier, ThreadPoolExecutor() as threads:
+        names = names_of("patient", 2)
+        keep_until_kept(tier, names)
+        stop(own_store.client)
+        found = threads.submit(tier.has, names)
+        await_that(lambda: are_right(tier, names) == [False, False] and MissCause.TIMED_OUT in tier.counters.num_misses)
+        assert not found.done()
+        go_on(own_store.client)
+        assert found.result(LONG_S) == [True, True]
+
+
+def test_what_nobody_waits_for_switches_nothing_off_for_requests_when_it_is_late(own_store: MooncakeProcesses):
+    with tier_on(own_store, timeout_s=LONG_S, unhurried_timeout_s=0.1, rest_s=600.0) as tier:
+        names = names_of("late", 2)
+        keep_until_kept(tier, names)
+        stop(own_store.client)
+        assert tier.has(names) == [None, None]
+        assert tier.is_on
+        go_on(own_store.client)
+        assert tier.has(names) == [None, None]  # it is left alone itself
+        assert tier.find(names) == are_right(tier, names) == [True, True]
+
+
+def test_its_threads_have_the_priority_of_whoever_starts_it(shared_store: MooncakeProcesses):
+    """Also where who gives way to all others is the first to call."""
+    with tier_on(shared_store) as tier, ThreadPoolExecutor(initializer=give_way) as threads:
+        for _ in range(8):
+            threads.submit(tier.has, names_of("nice", 1)).result()
+        lanes = [thread for thread in threading.enumerate() if thread.name.startswith("mooncake-store-")]
+        assert len(lanes) == MooncakeStoreConfig(address="").max_calls
+        priorities = {os.getpriority(os.PRIO_PROCESS, lane.native_id or 0) for lane in lanes}
+        assert priorities == {os.getpriority(os.PRIO_PROCESS, threading.get_native_id())}
 
 
 def test_what_comes_through_pauses_is_right_or_a_miss(own_store: MooncakeProcesses, hasty: MooncakeStoreTier):
