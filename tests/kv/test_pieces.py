@@ -74,6 +74,7 @@ HALF = Tile(Span(0, 3), Span(0, 8), Span(0, 3))
         pytest.param((Tile(Span(0, 2), Span(0, 8), Span(0, 3)),), id="a layer is missing"),
         pytest.param((HALF, Tile(Span(1, 2), Span(0, 8), Span(0, 3))), id="a layer twice"),
         pytest.param((Tile(Span(0, 4), Span(0, 8), Span(0, 3)),), id="across the edge"),
+        pytest.param((Tile(Span(1, 4), Span(0, 8), Span(0, 3)),), id="across the edge, and as large as what is here"),
         pytest.param(
             (Tile(Span(0, 2), Span(0, 8), Span(0, 3)), Tile(Span(1, 2), Span(0, 8), Span(0, 3))),
             id="one twice for one that is missing",

@@ -192,8 +192,9 @@ async def test_all_followers_have_the_same_orders_in_the_order_of_the_leader():
     assert had[1] == had[2]
     assert [order.number for order in had[1]] == [0, 1, 2]
     for member, number in ((2, 2), (1, 2), (1, 0)):
-        orders.answered(member, link_pb2.FollowerAnswer(number=number, copied=link_pb2.KvCopied()))
-    assert second.done()
+        mismatch = link_pb2.KvMismatch(detail=f"of member {member}")
+        orders.answered(member, link_pb2.FollowerAnswer(number=number, mismatch=mismatch))
+    assert [answer.mismatch.detail for answer in second.result()] == ["of member 1", "of member 2"]
     assert not first.done()
     for member, number in ((1, 0), (1, 1), (1, 2)):
         with pytest.raises(GangFault):
@@ -214,7 +215,8 @@ async def test_a_follower_that_was_told_otherwise_notices(numbers: tuple[int, ..
 async def test_members_whose_parts_are_not_a_whole_are_refused():
     network = InprocNetwork()
     first, second = members(network, TENSOR).planes
-    for others in ([], [ready_message(first)]):
-        with pytest.raises(GangFault, match="partition=0"):
+    ours, theirs = ready_message(first), ready_message(second)
+    for others, fault in (([], "no member"), ([ours], "two members"), ([theirs, theirs], "two members")):
+        with pytest.raises(GangFault, match=fault):
             GangPlane(first, Orders(2, lambda _: None), others)
     GangPlane(first, Orders(2, lambda _: None), [ready_message(second)])
