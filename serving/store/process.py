@@ -24,6 +24,7 @@ from moonshard.serving.deploy.status_pipe import Status
 from moonshard.serving.engine.capacity.memory import free_memory_bytes
 from moonshard.serving.store.ports import StorePorts, free_ports
 from moonshard.serving.store.processes import MooncakeProcesses, StoreSettings
+from moonshard.serving.store.words import NativeWords
 
 START_S = 20.0
 ELSEWHERE_S = 2.0  # for the client to find somebody else's master
@@ -110,7 +111,7 @@ def _processes_for(config: Config) -> MooncakeProcesses:
     ports = StorePorts(master=master, metrics=metrics, client=int(port), client_host=host)
     settings = StoreSettings(segment_bytes=store.dram_bytes, ports=library_ports(config))
     try:
-        return MooncakeProcesses(ports, settings, master_address=store.master, on_line=logger.warning)
+        return MooncakeProcesses(ports, settings, master_address=store.master, on_line=NativeWords(logger.warning))
     except StoreUnavailable as error:
         raise ConfigError([f"{KEY}: {error}"]) from error
 

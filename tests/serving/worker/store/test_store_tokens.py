@@ -68,7 +68,7 @@ async def ask(pair: Pair, each: link_pb2.Run) -> Answer:
 
 async def written(worker: Worker) -> None:
     """All that the worker knows has gone down."""
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(120):
         await worker.wait_idle()
 
 
