@@ -33,6 +33,12 @@ StatusFd = Annotated[
         metavar="N", help="Where a supervisor listens: an inherited file descriptor to write status events to."
     ),
 ]
+OrdersFd = Annotated[
+    int | None,
+    tyro.conf.arg(
+        metavar="N", help="Where a supervisor tells what has changed: an inherited file descriptor to read events from."
+    ),
+]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -24,11 +24,12 @@ Status = Callable[[str, Mapping[str, object]], None]
 
 PROGRESS_INTERVAL_S = 10.0
 _COUNTED = re.compile(r"(?P<phase>.*) (?P<done>\d+)/(?P<total>\d+)")
-_PR_SET_PDEATHSIG = 1  # prctl(2)
+_PR_SET_PDEATHSIG, _PR_GET_PDEATHSIG = 1, 2  # prctl(2)
 
 
 def open_status_pipe(fd: int) -> Status:
-    """Report over `fd` from now on, and be sent SIGTERM when its reader's process dies, even by SIGKILL (Linux).
+    """Report over `fd` from now on, and be sent SIGTERM when its reader's process dies, even by SIGKILL (Linux); or the
+    signal that whoever started this one has chosen for that, as `tether` does.
 
     ConfigError if `fd` is no open file; SystemExit if the reader is already gone.
     """
@@ -37,7 +38,7 @@ def open_status_pipe(fd: int) -> Status:
     except OSError as error:
         raise ConfigError([f"--status-fd {fd}: {error.strerror}"]) from error
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+        _end_with_parent()
     if _is_reader_gone(fd):
         raise SystemExit(1)
 
@@ -54,6 +55,7 @@ class StatusWriter:
         self._rest = b""  # of a line that was begun
         self._waiting: deque[tuple[str, bytes]] = deque()  # event, line
         self._is_followed_up = False
+        self._is_closed = False
 
     @property
     def num_waiting(self) -> int:
@@ -70,8 +72,18 @@ class StatusWriter:
                 self._is_followed_up = True
                 threading.Thread(target=self._follow_up, name="status", daemon=True).start()
 
+    def close(self) -> None:
+        """Nothing is written any more. May be called again."""
+        with self._lock:
+            if not self._is_closed:
+                self._is_closed = True
+                os.close(self._fd)
+
     def _write(self) -> bool:
         """Whether everything is written, or will never be."""
+        if self._is_closed:
+            self._waiting.clear()
+            return True
         try:
             while self._rest or self._waiting:
                 self._rest = self._rest or self._waiting.popleft()[1]
@@ -136,6 +148,13 @@ def describe(event: str, fields: Mapping[str, object]) -> str:
     if message := fields.get("message"):
         return str(message)
     return " ".join([event, *(f"{name}={value}" for name, value in fields.items())])
+
+
+def _end_with_parent() -> None:
+    libc, chosen = ctypes.CDLL(None), ctypes.c_int(0)
+    libc.prctl(_PR_GET_PDEATHSIG, ctypes.byref(chosen))
+    if not chosen.value:
+        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def _is_reader_gone(fd: int) -> bool:

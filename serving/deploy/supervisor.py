@@ -4,9 +4,10 @@ themselves, ended together.
 A child that fails before any of its role was ready ends everything: that is a start that cannot succeed. Later, one
 that cannot come back is tried again for ever, ever more rarely, while the others serve.
 
-It knows processes and status events, neither models nor ports: `Commands` says what to run, `Reporter` takes the news.
+It knows processes and status events, neither models nor ports: `Commands` says what to run, `Launch` where workers run,
+`Reporter` takes the news. The gateway and what is beside the workers run on this machine; of workers that come back
+elsewhere the gateway is told. A gang's followers are started once its leader listens, whenever that is started again.
 Ending is bounded: a drain that takes too long is cut off with SIGKILL, and nothing is left running.
-All children run on this machine.
 """
 
 import asyncio
@@ -17,7 +18,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
 
-from moonshard.serving.deploy.child import Child, start_child
+from moonshard.serving.deploy.child import Child, OnEvent, OnLine, start_child
 from moonshard.serving.deploy.status_pipe import describe
 
 
@@ -88,6 +89,32 @@ class Reporter(Protocol):
     def note(self, text: str) -> None: ...
 
 
+class Process(Protocol):
+    """A process that was started, wherever it runs."""
+
+    async def wait(self) -> int:
+        """The exit code, negative for a signal, once everything it said has been delivered."""
+        ...
+
+    def signal(self, number: int) -> None:
+        """SIGTERM goes to the process; SIGKILL to all that it has started, and ends it for sure."""
+        ...
+
+
+class Launch(Protocol):
+    """Starts the process of a role. Where that takes time and comes to nothing, the process says that it `failed`."""
+
+    async def __call__(self, name: str, argv: Sequence[str], *, on_event: OnEvent, on_line: OnLine) -> Process:
+        """OSError for one that cannot be started now."""
+        ...
+
+
+async def launch_here(name: str, argv: Sequence[str], *, on_event: OnEvent, on_line: OnLine) -> Process:
+    """On this machine, as a child of this process."""
+    del name
+    return await start_child(argv, on_event=on_event, on_line=on_line)
+
+
 class _News:
     """A reporter that keeps what children say until `begin`: of a start that is refused nobody hears but why."""
 
@@ -117,16 +144,18 @@ class _News:
 
 
 class Supervisor:
-    """`start`, then `watch`, and `stop` in every case."""
+    """`start`, then `watch`, and `stop` in every case. `launch` starts the workers' processes."""
 
-    def __init__(self, commands: Commands, reporter: Reporter, limits: RestartLimits):
+    def __init__(self, commands: Commands, reporter: Reporter, limits: RestartLimits, launch: Launch = launch_here):
         self._commands = commands
+        self._launch = launch
         self._reporter = _News(reporter)
         self._limits = limits
         self._beside: list[ChildRole] = []
         self._workers: list[ChildRole] = []
         self._followers: list[ChildRole] = []
         self._gateway: ChildRole | None = None
+        self._told: Child | None = None  # the gateway's present process
 
     async def start(self, check: Callable[[], object] = lambda: None) -> Mapping[str, object]:
         """Start all; returns what the gateway listens on once every child is ready. ChildFailed if one ends before.
@@ -135,8 +164,14 @@ class Supervisor:
         runs meanwhile, on a thread: what it raises is raised, as soon as it is known, and until it has ended nothing is
         reported of the children.
         """
-        self._beside = [self._start_role(name, command) for name, command in self._commands.beside.items()]
-        self._workers = [self._start_role(name, command) for name, command in self._commands.workers.items()]
+        self._beside = [
+            self._start_role(name, _at_once(command), launch_here) for name, command in self._commands.beside.items()
+        ]
+        self._workers = [
+            self._start_role(name, _at_once(command), self._launch) for name, command in self._commands.workers.items()
+        ]
+        for worker in self._workers:
+            worker.on_listening = self._tell_gateway
         checking = asyncio.create_task(self._checked(check))
         starting = asyncio.create_task(self._start_gateway())
         try:
@@ -159,10 +194,25 @@ class Supervisor:
         addresses = await self._unless_failed(_addresses(self._workers))
         for worker, address in zip(self._workers, addresses, strict=True):
             self._start_gang(worker, address)
-        gateway = self._start_role("gateway", lambda previous: self._commands.gateway(addresses, previous))
-        self._gateway = gateway
+        command = _at_once(lambda previous: self._commands.gateway(self._worker_addresses, previous))
+        gateway = self._gateway = self._start_role("gateway", command, self._launch_gateway)
         await self._unless_failed(_all_ready(self._roles))
-        return gateway.listening.result()
+        return gateway.listening or {}
+
+    async def _launch_gateway(self, name: str, argv: Sequence[str], *, on_event: OnEvent, on_line: OnLine) -> Process:
+        """Here; and what changed since its command line was made is told."""
+        self._told = await start_child(argv, on_event=on_event, on_line=on_line, is_told=True)
+        self._tell_gateway()
+        return self._told
+
+    def _tell_gateway(self) -> None:
+        if self._told is not None:
+            self._told.tell("workers", {"addresses": self._worker_addresses})
+
+    @property
+    def _worker_addresses(self) -> list[str]:
+        """Where each worker listens, or did last. All have listened by the time that a gateway is started."""
+        return [str(worker.listening["address"]) for worker in self._workers if worker.listening is not None]
 
     async def watch(self) -> None:
         """Returns never: whatever a child does from now on, it is started again."""
@@ -209,15 +259,22 @@ class Supervisor:
 
     def _start_gang(self, leader: "ChildRole", address: str) -> None:
         """The other processes of a worker. When one of them ends, none of the others is of use any more."""
-        commands = self._commands.followers(leader.name, address)
-        followers = [self._start_role(name, command) for name, command in commands.items()]
+        names = self._commands.followers(leader.name, address)
+        followers = [self._start_role(name, self._follower_argv(leader, name), self._launch) for name in names]
         gang = [leader, *followers] if followers else []
         for member in gang:
             member.on_ended = partial(_end_others, gang, member)
         self._followers += followers
 
-    def _start_role(self, name: str, command: Command) -> "ChildRole":
-        return ChildRole(name, command, self._reporter, self._limits)
+    def _follower_argv(self, leader: "ChildRole", name: str) -> "Argv":
+        async def argv(previous: Mapping[str, object] | None) -> list[str]:
+            address = str((await leader.heard())["address"])
+            return self._commands.followers(leader.name, address)[name](previous)
+
+        return argv
+
+    def _start_role(self, name: str, argv: "Argv", launch: Launch) -> "ChildRole":
+        return ChildRole(name, argv, launch, self._reporter, self._limits)
 
     async def _unless_failed[T](self, wanted: Coroutine[None, None, T]) -> T:
         """The result of `wanted`, or the ChildFailed of whichever role fails first."""
@@ -232,24 +289,45 @@ class Supervisor:
             task.cancel()
 
 
+# As a `Command`, for one that may have to wait for what it names.
+Argv = Callable[[Mapping[str, object] | None], Coroutine[None, None, list[str]]]
+
+
+def _at_once(command: Command) -> Argv:
+    async def argv(previous: Mapping[str, object] | None) -> list[str]:
+        return command(previous)
+
+    return argv
+
+
 class ChildRole:
     """One place in the deployment, over the lives of the processes that fill it."""
 
-    def __init__(self, name: str, command: Command, reporter: Reporter, limits: RestartLimits):
+    def __init__(self, name: str, argv: Argv, launch: Launch, reporter: Reporter, limits: RestartLimits):
         self.name = name
-        self.listening: asyncio.Future[Mapping[str, object]] = asyncio.get_running_loop().create_future()
+        self.listening: Mapping[str, object] | None = None  # what its present process listens on, or the last one did
         self.ready = asyncio.Event()  # set for good when the first process is ready
-        self._command = command
+        self._argv = argv
+        self._launch = launch
         self._reporter = reporter
         self._limits = limits
+        self._listens = asyncio.Event()  # its present process does, and goes on
         self._retired = asyncio.Event()
         self._signal: int | None = None  # the last one sent: a process that is just being started gets it too
-        self._child: Child | None = None
+        self._child: Process | None = None
+        self._is_launching = False
         self._failure: Fault | None = None  # what the current process said before it ended
         self._ready_at_s: float | None = None  # when the current process was, by the loop's clock
         self._was_given_up = False  # the current process, for another's sake
         self.on_ended: Callable[[], None] = lambda: None  # a process has ended by itself
+        self.on_listening: Callable[[], None] = lambda: None
         self.task = asyncio.create_task(self._run(), name=name)
+
+    async def heard(self) -> Mapping[str, object]:
+        """What its process listens on, once there is one that does and that was not given up."""
+        await self._listens.wait()
+        assert self.listening is not None
+        return self.listening
 
     def retire(self) -> None:
         """No process of this role is started again."""
@@ -257,8 +335,11 @@ class ChildRole:
 
     def give_up(self) -> None:
         """Ends the current process, if there is one; the next is started as after a crash."""
-        if self._child and not self._retired.is_set():
-            self._was_given_up = True
+        self._listens.clear()
+        if self._retired.is_set() or not (self._child or self._is_launching):
+            return
+        self._was_given_up = True
+        if self._child:
             self._child.signal(signal.SIGKILL)
 
     def signal(self, number: int) -> None:
@@ -284,19 +365,40 @@ class ChildRole:
 
     async def _live(self) -> "Fault | None":
         """Run one process to its end: what was wrong with that, None for nothing."""
-        previous = self.listening.result() if self.listening.done() else None
         self._failure, self._ready_at_s, self._was_given_up = None, None, False
+        if (argv := await self._unless_retired(self._argv(self.listening))) is None:
+            return None
         try:
-            self._child = await start_child(self._command(previous), on_event=self._on_event, on_line=self._on_line)
+            child = self._child = await self._launched(argv)
         except OSError as error:  # no process, memory or descriptor left: the others may give some back
             return Fault(f"{self.name} could not be started: {error.strerror or error}", 1)
         try:
-            if self._signal is not None:
-                self._child.signal(self._signal)
-            return self._fault(await self._child.wait())
+            if self._was_given_up:
+                child.signal(signal.SIGKILL)
+            elif self._signal is not None:
+                child.signal(self._signal)
+            return self._fault(await child.wait())
         finally:
-            self._child.signal(signal.SIGKILL)  # only when cancelled does it still run
+            child.signal(signal.SIGKILL)  # only when cancelled does it still run
             self._child = None
+            self._listens.clear()
+
+    async def _launched(self, argv: Sequence[str]) -> Process:
+        self._is_launching = True
+        try:
+            return await self._launch(self.name, argv, on_event=self._on_event, on_line=self._on_line)
+        finally:
+            self._is_launching = False
+
+    async def _unless_retired[T](self, wanted: Coroutine[None, None, T]) -> T | None:
+        """The result of `wanted`; None where no process is to be started any more."""
+        task, retired = asyncio.create_task(wanted), asyncio.create_task(self._retired.wait())
+        try:
+            await asyncio.wait({task, retired}, return_when=asyncio.FIRST_COMPLETED)
+            return await task if task.done() else None
+        finally:
+            task.cancel()
+            retired.cancel()
 
     def _fault(self, code: int) -> "Fault | None":
         """How the process failed that ended with this code, in its own words where it had any."""
@@ -333,8 +435,10 @@ class ChildRole:
         await _wait_for(self._retired, timeout_s=delay_s)
 
     def _on_event(self, event: str, fields: dict[str, object]) -> None:
-        if event == "listening" and not self.listening.done():
-            self.listening.set_result(fields)
+        if event == "listening" and not self._was_given_up:
+            self.listening = fields
+            self._listens.set()
+            self.on_listening()
         elif event == "ready":
             self._ready_at_s = asyncio.get_running_loop().time()
             self.ready.set()
@@ -354,12 +458,13 @@ async def supervise(
     *,
     on_ready: Callable[[Mapping[str, object]], None],
     check: Callable[[], object] = lambda: None,
+    launch: Launch = launch_here,
 ) -> int:
     """Serve until SIGINT or SIGTERM, then drain; a second SIGINT kills. Returns the exit code of the whole.
 
     `check` runs on a thread while the children start; what it raises ends them, and is raised.
     """
-    supervisor = Supervisor(commands, reporter, limits)
+    supervisor = Supervisor(commands, reporter, limits, launch)
     interrupts = _Interrupts(on_second=supervisor.kill)
     serving = asyncio.create_task(_serve(supervisor, on_ready, check))
     asked = asyncio.create_task(interrupts.first.wait())
@@ -422,7 +527,7 @@ def _end_others(gang: Sequence[ChildRole], ended: ChildRole) -> None:
 
 
 async def _addresses(workers: Sequence[ChildRole]) -> list[str]:
-    return [str((await asyncio.shield(worker.listening))["address"]) for worker in workers]
+    return [str((await worker.heard())["address"]) for worker in workers]
 
 
 async def _all_ready(roles: Sequence[ChildRole]) -> None:

@@ -25,6 +25,7 @@ from moonshard.serving.config.keys import Config, ConfigError, GatewayConfig
 from moonshard.serving.config.loopback import is_loopback
 from moonshard.serving.config.tenants import Salts, load_tenants
 from moonshard.serving.config.tls import link_credentials
+from moonshard.serving.deploy.child import hear
 from moonshard.serving.deploy.heap import keep_for_life, unmap_large_blocks_once_freed
 from moonshard.serving.deploy.life import Life, stop_signals
 from moonshard.serving.deploy.startup import ProcessStart
@@ -126,13 +127,16 @@ class ServedGateway:
         raise error
 
 
-async def run_gateway(config: Config, *, status: Status, start: ProcessStart) -> int:
-    """Serve until SIGTERM or SIGINT; the exit code. PortInUse, OSError or the model folder's errors if it cannot."""
+async def run_gateway(config: Config, *, status: Status, start: ProcessStart, orders_fd: int | None = None) -> int:
+    """Serve until SIGTERM or SIGINT; the exit code. PortInUse, OSError or the model folder's errors if it cannot.
+
+    Through `orders_fd` a supervisor tells where workers are that came back elsewhere.
+    """
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     unmap_large_blocks_once_freed()
     allow_connections(config.gateway.max_idle_connections + config.gateway.max_half_open_connections + MAX_CONNECTIONS)
     opening_s = start.timings.now_s
-    async with serving(config) as running:
+    async with serving(config) as running, _told(orders_fd, running.gateway.pool):
         start.timings.note("fronts", opening_s)
         with stop_signals() as stop:
             keep_for_life()
@@ -141,6 +145,25 @@ async def run_gateway(config: Config, *, status: Status, start: ProcessStart) ->
             life = Life(role="gateway", status=status, start=start, stop=stop, drain_timeout_s=drain_timeout_s)
             served = ServedGateway(running, start.timings, start.timings.now_s)
             return await life.live(served, name=running.http, recorder=running.recorder)
+
+
+@contextlib.asynccontextmanager
+async def _told(orders_fd: int | None, pool: LinkPool) -> AsyncIterator[None]:
+    """Within the block the pool follows the workers to where the supervisor says that they are."""
+
+    def on_order(event: str, fields: dict[str, object]) -> None:
+        if event == "workers" and isinstance(addresses := fields.get("addresses"), list):
+            pool.move([str(address) for address in addresses])
+
+    if orders_fd is None:
+        yield
+        return
+    hearing = asyncio.create_task(hear(orders_fd, on_event=on_order, on_line=logger.warning))
+    try:
+        yield
+    finally:
+        hearing.cancel()
+        await asyncio.gather(hearing, return_exceptions=True)
 
 
 @contextlib.asynccontextmanager

@@ -91,6 +91,12 @@ class Fleet:
         """The block size of the workers that are there; 1 where there is none."""
         return 1 if self.limits is None else self.limits.block_size
 
+    def move(self, address: str, now: str) -> None:
+        """What may be at `address` will come back at `now`, with the same place among equals. Both are known from then
+        on: the one that was there may not have left.
+        """
+        self._order[now] = self._order[address]
+
     def misfit(self, member: Member) -> Misfit | None:
         """Why a worker may not join; None where it may. One process at two addresses would be two workers to requests,
         but one to a handoff.

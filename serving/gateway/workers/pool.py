@@ -5,6 +5,7 @@ does not fit is told so, logged, not routed to, and asked again later.
 """
 
 import asyncio
+import logging
 import secrets
 from collections.abc import Callable, Sequence
 from contextlib import asynccontextmanager
@@ -20,6 +21,8 @@ from moonshard.serving.gateway.workers.knowledge import Knowledge
 from moonshard.serving.gateway.workers.link import LOST_RETRY_AFTER_S, LinkConfig, LinkEvents, WorkerLink
 from moonshard.serving.gateway.workers.session import WorkerSession
 
+logger = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PoolEvents:
@@ -31,7 +34,10 @@ class PoolEvents:
 
 
 class LinkPool:
-    """Links to `addresses`. What is asked for each message or request takes no look at every link."""
+    """Links to `addresses`. What is asked for each message or request takes no look at every link.
+
+    A worker's index stays when it comes back elsewhere (`move`); its address is where it is.
+    """
 
     def __init__(
         self,
@@ -49,10 +55,10 @@ class LinkPool:
         self._events = events
         self._ready, self._not_ready, self._changed = asyncio.Event(), asyncio.Event(), asyncio.Event()
         self._not_ready.set()
-        config = LinkConfig(
+        self._link_config = LinkConfig(
             gateway_epoch=secrets.token_bytes(16), key=key, silence_s=silence_s, credentials=credentials
         )
-        link_events = LinkEvents(
+        self._link_events = LinkEvents(
             accept=knowledge.misfit,
             on_change=self._session_changed,
             on_load=self._link_loaded,
@@ -60,19 +66,45 @@ class LinkPool:
             on_prefixes=knowledge.prefixes,
             on_lost=self._lost,
         )
-        self.links = tuple(WorkerLink(address, config, link_events) for address in addresses)
+        self.links = tuple(self._link_to(address) for address in addresses)
         self._index = {link.address: index for index, link in enumerate(self.links)}
+        self._running: list[asyncio.Task[None]] | None = None  # by index; None outside `running`
+        self._leaving = set[asyncio.Task[None]]()
 
     @asynccontextmanager
     async def running(self):
         """Keep all links up inside the block."""
-        tasks = [asyncio.create_task(link.run(), name=f"link {link.address}") for link in self.links]
+        self._running = [_run(link) for link in self.links]
         try:
             yield self
         finally:
+            tasks, self._running = [*self._running, *self._leaving], None
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+
+    def move(self, addresses: Sequence[str]) -> None:
+        """Each worker is at that address from now on, in the order in which they were first named. A link to where one
+        was ends with its requests, as that of a worker that is lost.
+        """
+        for index, (link, address) in enumerate(zip(self.links, addresses, strict=True)):
+            if link.address != address:
+                self._move(index, link, address)
+
+    def _move(self, index: int, link: WorkerLink, address: str) -> None:
+        logger.warning("worker %s: it is at %s now", link.address, address)
+        self._fleet.move(link.address, address)
+        self._index[address] = index  # its requests may still be asked for by the old one
+        moved = self._link_to(address)
+        self.links = (*self.links[:index], moved, *self.links[index + 1 :])
+        if self._running is not None:
+            leaving, self._running[index] = self._running[index], _run(moved)
+            leaving.cancel()
+            self._leaving.add(leaving)
+            leaving.add_done_callback(self._leaving.discard)
+
+    def _link_to(self, address: str) -> WorkerLink:
+        return WorkerLink(address, self._link_config, self._link_events)
 
     @property
     def limits(self) -> ModelLimits | None:
@@ -145,6 +177,10 @@ class LinkPool:
         was.clear()
         self._changed.set()  # whoever waits now; the next change has an event of its own
         self._changed = asyncio.Event()
+
+
+def _run(link: WorkerLink) -> asyncio.Task[None]:
+    return asyncio.create_task(link.run(), name=f"link {link.address}")
 
 
 def _state(link: WorkerLink) -> str:

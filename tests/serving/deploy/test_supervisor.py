@@ -20,9 +20,9 @@ from moonshard.serving.deploy.supervisor import ChildFailed, Command, RestartLim
 
 # A child obeys the letters of its script, then waits for signals. l: listening, r: ready, f: failed with exit code 2,
 # x: exit with code 3, t: the same within a status line, z: with 0, d: drain (on SIGTERM say so, end on SIGUSR1),
-# i: ignore SIGTERM, g: a grandchild that ignores it.
+# i: ignore SIGTERM, g: a grandchild that ignores it, o: say what it is told.
 CHILD = r"""
-import json, os, signal, subprocess, sys
+import json, os, signal, subprocess, sys, threading
 script, name, address = sys.argv[1:4]
 fd = int(sys.argv[-1])
 def tell(event, **fields):
@@ -32,6 +32,9 @@ def told(number, frame):
     os._exit(0)
 def drain(number, frame):
     print(name, "draining", flush=True)
+def hear():
+    for line in open(int(sys.argv[sys.argv.index("--orders-fd") + 1])):
+        print("orders", *json.loads(line)["addresses"], flush=True)
 signal.signal(signal.SIGUSR1, lambda number, frame: os._exit(0))
 signal.signal(signal.SIGTERM, told)
 for letter in script:
@@ -43,6 +46,7 @@ for letter in script:
     if letter == "z": sys.exit(0)
     if letter == "d": signal.signal(signal.SIGTERM, drain)
     if letter == "i": signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if letter == "o": threading.Thread(target=hear, daemon=True).start()
     if letter == "g":
         code = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); signal.pause()"
         print("grandchild", subprocess.Popen([sys.executable, "-ISc", code]).pid, flush=True)
@@ -126,8 +130,11 @@ class Recorder:
 
     async def saw(self, *news: str, times: int = 1) -> None:
         while self.news.count(news) < times:
-            self._changed.clear()
-            await self._changed.wait()
+            await self.changed()
+
+    async def changed(self) -> None:
+        self._changed.clear()
+        await self._changed.wait()
 
     def grandchild(self) -> int:
         return next(int(text.split()[1]) for _, text in self.news if text.startswith("grandchild "))

@@ -268,3 +268,30 @@ async def test_a_worker_that_is_still_loading_is_waited_for_however_long_it_take
         worker.speak()
         await pool.wait_ready()
         assert worker.num_links == 1
+
+
+async def test_a_worker_that_is_elsewhere_now_is_called_there_and_keeps_its_index():
+    here, elsewhere, other = a_decode(b"d" * 16), a_decode(b"e" * 16), a_prefill()
+    lost: list[WorkerSession] = []
+    events = replace(NOBODY, on_lost=lost.append)
+    async with fake_worker.serving(elsewhere) as port, pool_over(here, other, events=events) as pool:
+        await until_there(pool, 2)
+        before, beside = (link.address for link in pool.links)
+        session, kept = (link.session for link in pool.links)
+        assert session is not None
+        inbox = session.open(b"r" * 16)
+        now = f"127.0.0.1:{port}"
+        pool.move([now, beside])
+        with pytest.raises(Unavailable, match="went away"):
+            await inbox.take()
+        await until_there(pool, 2)
+        assert lost == [session]
+        assert [link.address for link in pool.links] == [now, beside]
+        assert pool.links[1].session is kept
+        with dispatched(pool) as attempt:
+            assert attempt.decode.epoch == epoch_of(elsewhere)
+        assert pool.index_of(now) == pool.index_of(before) == 0
+        assert pool.worker_states() == {now: "ready", beside: "ready"}
+        pool.move([now, beside])  # as a supervisor may say again
+        assert pool.links[1].session is kept
+        assert lost == [session]
