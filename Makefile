@@ -21,7 +21,7 @@ find_oracle_python = for p in python3.11 python3 "$${PYENV_ROOT:-$$HOME/.pyenv}"
 	if "$$p" -c 'import sys, ensurepip; sys.exit(sys.version_info[:2] != (3, 11))' >/dev/null 2>&1; then echo "$$p"; exit 0; fi; done; \
 	echo "make oracle needs Python 3.11 with venv" >&2; exit 1
 
-.PHONY: help setup demo serve test test-slow clients check format proto bench bench-gpu notebooks pocket pocket-draft oracle lock
+.PHONY: help setup ray demo serve test test-slow clients check format proto bench bench-gpu notebooks pocket pocket-draft oracle lock
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
@@ -43,6 +43,11 @@ $(BIN)/uv: locks/bootstrap.txt
 
 setup: .venv/.ready  ## make .venv with everything, leaving .venv/bin/moonshard
 
+ray: .venv/.ray  ## add Ray to .venv, for serve --launcher ray and its tests
+.venv/.ray: .venv/.ready locks/ray.txt
+	@$(BIN)/uv pip install -q --compile-bytecode --require-hashes --python $(BIN)/python -r locks/ray.txt
+	@touch $@
+
 demo: setup  ## serve the embedded model, ask three questions, show where the time went
 	@$(BIN)/moonshard demo
 
@@ -52,7 +57,7 @@ serve: setup  ## serve the embedded model, left running
 test: setup  ## every test that is not slow
 	@$(PYTEST) -m "not slow and not alone and not clients"
 
-test-slow: setup  ## the long tests and those that compile most, optimised; then those that measure times, by themselves
+test-slow: setup ray  ## the long tests and those that compile most, optimised; then those that measure times, by themselves
 	@$(OPTIMISED) $(PYTEST) -m "(slow or unoptimised) and not alone and not clients"
 	@$(OPTIMISED) $(PYTEST) -m alone -n 0
 
@@ -104,6 +109,8 @@ $(ORACLE)/.ready: Makefile
 	@touch $@
 
 # Versions that are locked already stay where they still fit; neither file says which registry was asked.
-lock: $(BIN)/uv  ## resolve pyproject.toml into locks/requirements.txt, with the hashes of what may be installed
+lock: $(BIN)/uv  ## resolve pyproject.toml into locks/requirements.txt and locks/ray.txt, with the hashes of what may be installed
 	@$(BIN)/uv pip compile -q $(LOCKED) --group dev pyproject.toml -o locks/requirements.txt
+	@sed -n 's/^ray = \["\(.*\)"\]$$/\1/p' pyproject.toml \
+	| $(BIN)/uv pip compile -q $(LOCKED) --no-annotate -c locks/requirements.txt - -o locks/ray.txt
 	@sed -n 's/^\(uv==[^ ]*\).*/\1/p' locks/bootstrap.txt | $(BIN)/uv pip compile -q $(LOCKED) --no-annotate - -o locks/bootstrap.txt

@@ -4,16 +4,17 @@ import asyncio
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
 from moonshard.rpc.addresses import host_port
 from moonshard.serving.commands.checks.folders import check_model_folder
+from moonshard.serving.commands.checks.nodes import node_faults, option_faults, plan_of
 from moonshard.serving.commands.checks.ports import check_kv_ports_suffice, check_ports_are_free
 from moonshard.serving.commands.options import Configured, optional_argument
 from moonshard.serving.config.cluster_key import cluster_key
@@ -23,6 +24,7 @@ from moonshard.serving.config.keys import (
     WorkerRole,
     command_of,
     processes_of,
+    replicas_of,
     roles_of,
     with_worker_at,
 )
@@ -30,11 +32,16 @@ from moonshard.serving.config.loopback import LOOPBACK
 from moonshard.serving.config.reading import as_overrides, toml_value
 from moonshard.serving.config.tenants import load_tenants
 from moonshard.serving.deploy.limits import limits_of
+from moonshard.serving.deploy.on_ray.orders import KEY_FILE, NODE
 from moonshard.serving.deploy.supervisor import Command, supervise
 from moonshard.serving.deploy.timings import Timings
 from moonshard.serving.deploy.unblocked_output import unblocked_output
 from moonshard.serving.entry import ended_by_interrupt
 from moonshard.serving.store.ports import free_ports
+
+if TYPE_CHECKING:
+    from moonshard.serving.deploy.on_ray.launcher import RayPlan
+    from moonshard.serving.deploy.terminal import TerminalReporter
 
 
 def serve(
@@ -43,6 +50,9 @@ def serve(
     port: Annotated[int | None, optional_argument("PORT")] = None,
     host: Annotated[str | None, optional_argument("HOST")] = None,
     mode: Annotated[Literal["aggregated", "disaggregated"] | None, optional_argument("MODE")] = None,
+    launcher: Literal["local", "ray"] = "local",
+    ray_address: Annotated[str | None, optional_argument("HOST:PORT")] = None,
+    ray_device: Annotated[str | None, optional_argument("RESOURCE")] = None,
     timings: bool = False,
 ) -> int:
     """Serve a model: start the workers and a gateway, and keep them running.
@@ -56,6 +66,10 @@ def serve(
         port: where HTTP listens (gateway.port); by default 8000.
         host: where HTTP and gRPC listen (gateway.host); by default 127.0.0.1, for this machine alone.
         mode: aggregated: workers do both; disaggregated, the default: prefill and decode apart (mode).
+        launcher: where workers run: local: on this machine; ray: on nodes of a Ray cluster (the extra `ray`).
+        ray_address: of the cluster, which this machine must be a node of; by default a Ray of its own is started here.
+        ray_device: the resource of Ray, for example GPU, of which a worker takes one per device of its mesh. By default
+            it takes as many CPUs.
         timings: once everything is ready, tell on stderr where the time went: the phases of each process's start.
     """
     own = Timings()
@@ -65,8 +79,13 @@ def serve(
         from moonshard.serving.deploy.terminal import TerminalReporter
 
         config = replace(options, set=(*options.set, *_as_overrides(model, port, host, mode))).load()
-        commands = ChildCommands(config)
-        check_kv_ports_suffice(config, num_workers=len(commands.workers), has_store=bool(commands.beside))
+        on_nodes = launcher == "ray"
+        faults = [*option_faults(launcher, ray_address, ray_device), *(node_faults(config) if on_nodes else ())]
+        if faults:
+            raise ConfigError(faults)
+        commands = ChildCommands(config, on_nodes=on_nodes)
+        num_here = 1 if on_nodes else len(commands.workers)  # at least: how many share a node is not known yet
+        check_kv_ports_suffice(config, num_workers=num_here, has_store=bool(commands.beside))
         check_ports_are_free(config)
         load_tenants(config.gateway.keys)  # so that a faulty file is known now, and not once the workers are ready
         cluster_key(config, os.environ)  # likewise
@@ -84,9 +103,22 @@ def serve(
     with unblocked_output():  # at a terminal that somebody has stopped the children are looked after all the same
         try:
             check = partial(check_model_folder, config.model.path)
-            return asyncio.run(supervise(commands, reporter, limits_of(config), on_ready=on_ready, check=check))
+            begin = partial(supervise, commands, reporter, limits_of(config), on_ready=on_ready, check=check)
+            if on_nodes:
+                return asyncio.run(_on_nodes(plan_of(config, ray_address, ray_device), reporter, begin))
+            return asyncio.run(begin())
         finally:
             reporter.finish()
+
+
+async def _on_nodes(plan: "RayPlan", reporter: "TerminalReporter", begin: Callable[..., Awaitable[int]]) -> int:
+    """The exit code of `begin`, whose workers Ray places. ConfigError as `ray_launcher`."""
+    from moonshard.serving.deploy.on_ray.launcher import ray_launcher
+
+    reporter.event("ray", "progress", {"message": f"looking for {plan.address}" if plan.address else "starting"})
+    async with ray_launcher(plan, partial(reporter.line, "ray")) as launcher:
+        reporter.event("ray", "ready", {})
+        return await begin(launch=launcher.launch)
 
 
 def _as_overrides(model: Path | None, port: int | None, host: str | None, mode: str | None) -> list[str]:
@@ -103,9 +135,14 @@ def ready_line(config: Config, listening: Mapping[str, object], elapsed_s: float
 class ChildCommands:
     """The command lines of the children. Each gets the whole configuration as `--set`, as a person could type it."""
 
-    def __init__(self, config: Config):
+    def __init__(self, config: Config, *, on_nodes: bool = False):
+        """`on_nodes`: workers run on machines that are known once they are placed: `on_ray.orders` names them."""
         self._has_own_store = config.kv.store.is_shared and config.kv.store.client is None
         self.config = _with_store_here(config) if self._has_own_store else config
+        self._worker_host = NODE if on_nodes else LOOPBACK
+        self._keeps_port = not on_nodes
+        cluster = replace(config.cluster, key_file=Path(KEY_FILE)) if on_nodes else config.cluster
+        self._worker_config = replace(self.config, cluster=cluster)
 
     @property
     def beside(self) -> dict[str, Command]:
@@ -116,13 +153,13 @@ class ChildCommands:
         return {
             f"{command_of(role)} {index}": partial(self.worker, role)
             for role in roles_of(self.config)
-            for index in range(self.config.prefill.replicas if role == "prefill" else self.config.decode.replicas)
+            for index in range(replicas_of(self.config, role))
         }
 
     def worker(self, role: WorkerRole, previous: Mapping[str, object] | None) -> list[str]:
-        """A worker on a free port of loopback, or on that of the process it replaces."""
-        port = _port(previous["address"]) if previous else 0
-        return _argv(command_of(role), with_worker_at(self.config, role, LOOPBACK, port))
+        """A worker on a free port of its node; or here, on one of loopback, or on that of the process it replaces."""
+        port = _port(previous["address"]) if previous and self._keeps_port else 0
+        return _argv(command_of(role), with_worker_at(self._worker_config, role, self._worker_host, port))
 
     def followers(self, worker: str, address: str) -> dict[str, Command]:
         roles: dict[str, WorkerRole] = {command_of(role): role for role in roles_of(self.config)}
@@ -134,8 +171,8 @@ class ChildCommands:
 
     def _follower(self, role: WorkerRole, index: int, leader: str, previous: Mapping[str, object] | None) -> list[str]:
         del previous  # it listens nowhere
-        here = with_worker_at(self.config, role, LOOPBACK, 0)
-        return [*_argv(command_of(role), here), "--member", str(index), "--leader", leader]
+        there = with_worker_at(self._worker_config, role, self._worker_host, 0)
+        return [*_argv(command_of(role), there), "--member", str(index), "--leader", leader]
 
     def gateway(self, workers: Sequence[str], previous: Mapping[str, object] | None) -> list[str]:
         gateway = replace(self.config.gateway, workers=tuple(workers))

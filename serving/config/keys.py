@@ -332,6 +332,11 @@ def processes_of(config: Config, role: WorkerRole) -> int:
     return config.prefill.processes if role == "prefill" else config.decode.processes
 
 
+def replicas_of(config: Config, role: WorkerRole) -> int:
+    """How many workers of that role `serve` starts."""
+    return config.prefill.replicas if role == "prefill" else config.decode.replicas
+
+
 def rules_of(config: Config, role: WorkerRole) -> Rules:
     """A role's table of rules. A worker of both roles has that of decode."""
     return config.prefill.rules if role == "prefill" else config.decode.rules

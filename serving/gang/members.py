@@ -55,7 +55,8 @@ def _shared(config: Config) -> Config:
     """Without what says only where a process is."""
     worker = replace(config.worker, host="", port=0)
     prefill, decode = replace(config.prefill, port=0), replace(config.decode, port=0)
-    return replace(config, worker=worker, prefill=prefill, decode=decode)
+    cluster = replace(config.cluster, key_file=None)  # who joins has proved that it has the same key
+    return replace(config, worker=worker, prefill=prefill, decode=decode, cluster=cluster)
 
 
 def _digest(text: str) -> str:

@@ -68,9 +68,14 @@ class Cluster:
 
     @property
     def workers(self) -> dict[tuple[str, int], str]:
-        """Where each worker listens, by its command and number. One that is started again listens there too."""
+        """Where each worker listened at first, by its command and number. One that is started again on this machine
+        listens there too.
+        """
         found = (re.search(r"(worker|prefill|decode) (\d+): listening address=(\S+)", line) for line in self.lines)
         return {(m[1], int(m[2])): m[3] for m in found if m}
+
+    def logs(self) -> str:
+        return "".join(self.lines)
 
     def inspect(self, role: str = "decode", index: int = 0) -> link_pb2.Inspection:
         """`role` is the worker's command: `worker` is an aggregated one. RpcError where none answers."""
@@ -119,8 +124,8 @@ def _listens(pid: int, port: int) -> bool:
     return any(str(fd.readlink()) in sockets for fd in Path(f"/proc/{pid}/fd").iterdir() if fd.is_symlink())
 
 
-def start_cluster(**overrides: object) -> Cluster:
-    argv = [sys.executable, "-m", "moonshard.serving.cli", "serve"]
+def start_cluster(*options: str, **overrides: object) -> Cluster:
+    argv = [sys.executable, "-m", "moonshard.serving.cli", "serve", *options]
     for key, value in {**OVERRIDES, **overrides}.items():
         argv += ["--set", f"{key}={value}"]
     process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -170,9 +175,9 @@ def wait_until(condition: Callable[[], bool], timeout_s: float) -> bool:
 
 
 @contextmanager
-def running(**overrides: object) -> Iterator[Cluster]:
+def running(*options: str, **overrides: object) -> Iterator[Cluster]:
     """A cluster that is stopped after the block, however the block ends."""
-    started = start_cluster(**overrides)
+    started = start_cluster(*options, **overrides)
     try:
         yield started
     finally:

@@ -18,6 +18,7 @@ import numpy as np
 from moonshard.rpc.status import RequestError
 from moonshard.serving.control.sampling_parameters import Sampling
 from tests.agreement import LOGIT_TOLERANCE, ROUTER_NEAR_TIE, assert_drawn_from, reference
+from tests.cluster.conftest import Cluster
 from tests.cluster.faults import Fleet
 from tests.engine_room import long_text
 
@@ -74,7 +75,7 @@ def draw(rng: random.Random, number: int) -> Ask:
 class Listeners:
     """Clients, a thread each, who ask one request after another. Tells how many tokens all have heard so far."""
 
-    def __init__(self, fleet: Fleet, asked: Sequence[Ask], num_clients: int | None = None):
+    def __init__(self, fleet: Fleet | Cluster, asked: Sequence[Ask], num_clients: int | None = None):
         """As many clients as requests, unless told otherwise."""
         self.asked = tuple(asked)
         self.heard = [Heard() for _ in asked]
@@ -103,8 +104,8 @@ class Listeners:
         return self.heard
 
 
-def listen(fleet: Fleet, ask: Ask, heard: Heard) -> None:
-    listeners: dict[str, Callable[[Fleet, Ask, Heard], None]] = {"grpc": _listen_grpc, "http": _listen_http}
+def listen(fleet: Fleet | Cluster, ask: Ask, heard: Heard) -> None:
+    listeners: dict[str, Callable[[Fleet | Cluster, Ask, Heard], None]] = {"grpc": _listen_grpc, "http": _listen_http}
     try:
         listeners[ask.over](fleet, ask, heard)
     except httpx.TransportError as error:  # the gateway itself is gone
@@ -112,13 +113,13 @@ def listen(fleet: Fleet, ask: Ask, heard: Heard) -> None:
     heard.ended_s = time.monotonic()
 
 
-def answer(fleet: Fleet, ask: Ask) -> Heard:
+def answer(fleet: Fleet | Cluster, ask: Ask) -> Heard:
     heard = Heard()
     listen(fleet, ask, heard)
     return heard
 
 
-def _listen_grpc(fleet: Fleet, ask: Ask, heard: Heard) -> None:
+def _listen_grpc(fleet: Fleet | Cluster, ask: Ask, heard: Heard) -> None:
     options: dict = ask.options()
     with fleet.client() as client, client.stream(ask.prompt, **options) as stream:
         try:
@@ -131,7 +132,7 @@ def _listen_grpc(fleet: Fleet, ask: Ask, heard: Heard) -> None:
         heard.num_retries = stream.summary.timing.num_retries
 
 
-def _listen_http(fleet: Fleet, ask: Ask, heard: Heard) -> None:
+def _listen_http(fleet: Fleet | Cluster, ask: Ask, heard: Heard) -> None:
     body = {"prompt": ask.prompt, "return_token_ids": True, "stream": True, **ask.options()}
     with fleet.http() as http, http.stream("POST", "/v1/completions", json=body) as response:
         if response.status_code != 200:
