@@ -2,7 +2,8 @@
 
 Status goes as JSON lines over an inherited pipe, never over stdout or stderr, which belong to people. The events:
 `progress` {message}, `listening` {address} or {http (a URL), grpc}, `timings` {timings, as `deploy.timings` tells
-them}, `ready` {} or {message}, `draining` {}, `failed` {message, exit_code}.
+them}, `ready` {} or {message}, `draining` {}, `failed` {message, exit_code}. What a supervisor tells a process goes the
+other way in the same form: to a gateway `workers` {addresses}, in the order of gateway.workers.
 """
 
 import ctypes
