@@ -504,7 +504,7 @@ async def test_when_one_process_of_a_gang_ends_all_of_them_are_started_again(whi
         roles = {role.name: role for role in supervisor._roles}
         ended = roles["worker 0" if which == "leader" else "worker 0.2"]
         assert ended._child is not None
-        os.kill(ended._child.pid, signal.SIGKILL)
+        ended._child.signal(signal.SIGKILL)
         for name in ("worker 0", "worker 0.1", "worker 0.2"):
             await recorder.saw(name, "ready", times=2)
         assert recorder.news.count(("worker 1", "ready")) == 1
