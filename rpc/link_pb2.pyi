@@ -520,7 +520,7 @@ class KvStore(_message.Message):
     def __init__(self, tiers: _Optional[_Iterable[_Union[KvTier, _Mapping]]] = ..., num_late_fetches: _Optional[int] = ..., num_queued_blocks: _Optional[int] = ..., num_aside_blocks: _Optional[int] = ..., num_dropped_blocks: _Optional[int] = ..., num_lost_blocks: _Optional[int] = ..., own_fetch_share: _Optional[float] = ..., shared_fetch_share: _Optional[float] = ...) -> None: ...
 
 class KvTier(_message.Message):
-    __slots__ = ("name", "num_hits", "num_misses", "num_kept", "num_not_kept", "num_evicted", "read_bytes", "written_bytes", "held_bytes")
+    __slots__ = ("name", "num_hits", "num_misses", "num_kept", "num_not_kept", "num_evicted", "read_bytes", "written_bytes", "held_bytes", "is_up")
     class NumMissesEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -537,6 +537,7 @@ class KvTier(_message.Message):
     READ_BYTES_FIELD_NUMBER: _ClassVar[int]
     WRITTEN_BYTES_FIELD_NUMBER: _ClassVar[int]
     HELD_BYTES_FIELD_NUMBER: _ClassVar[int]
+    IS_UP_FIELD_NUMBER: _ClassVar[int]
     name: str
     num_hits: int
     num_misses: _containers.ScalarMap[str, int]
@@ -546,7 +547,8 @@ class KvTier(_message.Message):
     read_bytes: int
     written_bytes: int
     held_bytes: int
-    def __init__(self, name: _Optional[str] = ..., num_hits: _Optional[int] = ..., num_misses: _Optional[_Mapping[str, int]] = ..., num_kept: _Optional[int] = ..., num_not_kept: _Optional[int] = ..., num_evicted: _Optional[int] = ..., read_bytes: _Optional[int] = ..., written_bytes: _Optional[int] = ..., held_bytes: _Optional[int] = ...) -> None: ...
+    is_up: bool
+    def __init__(self, name: _Optional[str] = ..., num_hits: _Optional[int] = ..., num_misses: _Optional[_Mapping[str, int]] = ..., num_kept: _Optional[int] = ..., num_not_kept: _Optional[int] = ..., num_evicted: _Optional[int] = ..., read_bytes: _Optional[int] = ..., written_bytes: _Optional[int] = ..., held_bytes: _Optional[int] = ..., is_up: _Optional[bool] = ...) -> None: ...
 
 class KvTransfer(_message.Message):
     __slots__ = ("num_handoffs", "published_bytes", "num_transfers", "publish_s", "num_failures", "landed_bytes", "num_landed_blocks", "num_checksum_mismatches", "free_slab_slots", "used_slab_slots", "leased_slab_slots", "quarantined_slab_slots", "total_slab_slots")

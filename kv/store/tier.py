@@ -37,7 +37,8 @@ class TierCounters:
     num_evicted: int = 0
     bytes_read: int = 0
     bytes_written: int = 0
-    bytes_held: int = 0
+    bytes_held: int | None = None  # None: nobody here knows
+    is_up: bool | None = None  # whether it answered when it was last asked; None: it always does
 
 
 @runtime_checkable

@@ -101,6 +101,7 @@ def store_message(
                 read_bytes=tier.bytes_read,
                 written_bytes=tier.bytes_written,
                 held_bytes=tier.bytes_held,
+                is_up=tier.is_up,
             )
             for name, tier in counters.items()
         ],

@@ -26,7 +26,9 @@ What the library does, as seen with 0.3.13.post1, shapes these files:
   answered. All other calls let go of it. A call before a setup crashes the process.
 - A process that ends while the client is stopped takes 30 s for it, in a handler of the library's that C calls at the
   end, and aborts if a call hangs. So a worker ends by `_exit` (`serving.deploy.startup.end_process`).
-- While the client is gone, the library logs a line every 2 s, and one for every key that it is asked for.
+- While the client is gone, the library would log a line every 2 s, and one for every key that it is asked for: it is
+  silenced, and the tier says once why nothing is to be had.
+- Asked to set up with a port of anything else, it has not returned after 30 s. So the client's socket is looked for.
 Whole objects are fetched, and never ranges of them (`get_into_ranges`), though a mesh cut by tokens or layers wants
 less than a whole block. Measured for 8 blocks of 1.18 MB, on two cores of a Xeon: whole objects 2.06 ms; ranges that
 together are whole 5.1 to 5.8 ms; half of each block 3.1 ms, a quarter 2.3 ms; half in 8 ranges a block 4.6 ms. So even

@@ -3,6 +3,9 @@
 The only import of it in `kv.store`. What it does is told in the package's docstring.
 """
 
+import contextlib
+import ctypes
+import importlib
 from typing import Protocol, runtime_checkable
 
 from moonshard.kv.mooncake import INSTALL
@@ -13,6 +16,8 @@ FAILED = -1  # `batch_is_exist`, for every reason
 BAD_PARAMETERS = -600
 NOT_FOUND = -704
 RPC_FAILED = -900  # or less
+LOG_THRESHOLD = "_ZN3fLI17FLAGS_minloglevelE"  # glog's variable, as its compiler names it
+FATAL = 3  # glog's level of a line behind which the process ends
 
 
 @runtime_checkable
@@ -32,9 +37,19 @@ class Library(Protocol):
 
 
 def new_library() -> Library:
-    """StoreUnavailable where it cannot be loaded."""
+    """It logs nothing. StoreUnavailable where it cannot be loaded."""
     try:
         from mooncake.store import MooncakeDistributedStore
     except ImportError as error:
         raise StoreUnavailable(INSTALL.format(error=error)) from error
+    silence()
     return MooncakeDistributedStore()
+
+
+def silence() -> None:
+    """Whatever it logs its codes say too, once and not for every key. Its environment can ask for errors or more alone,
+    and each part of the library that loads takes that from there anew: those that fail say so by exceptions of ours.
+    """
+    path = str(importlib.import_module("mooncake.store").__file__)
+    with contextlib.suppress(OSError, ValueError):  # another glog
+        ctypes.c_int.in_dll(ctypes.CDLL(path), LOG_THRESHOLD).value = FATAL

@@ -5,13 +5,12 @@ import mmap
 
 import numpy as np
 
-from moonshard.kv.native_stderr import stderr_without
 from moonshard.kv.slab import Bytes
-from moonshard.kv.store.mooncake.answers import answers
-from moonshard.kv.store.mooncake.library import Library, new_library
+from moonshard.kv.store.mooncake.answers import answers, is_client_here
+from moonshard.kv.store.mooncake.faults import StoreUnavailable
+from moonshard.kv.store.mooncake.library import Library, new_library, silence
 
 PROBE_TIMEOUT_S = 0.5  # of a client that is well, on a busy machine
-LOGGED_AT_EVERY_END = ("Logging before InitGoogleLogging() is written to STDERR", "Dummy Client not connected")
 
 
 class Session:
@@ -27,17 +26,20 @@ class Session:
         self.rows: Bytes = np.frombuffer(mapped, np.uint8).reshape(num_rows, row_bytes)
 
     @classmethod
-    def open(cls, client: str, *, num_rows: int, row_bytes: int) -> "Session | None":
-        """None where there is no client, or no memory."""
+    def open(cls, client: str, *, num_rows: int, row_bytes: int) -> "Session":
+        """StoreUnavailable where there is no client, or no memory."""
         if not answers(client, timeout_s=PROBE_TIMEOUT_S):
-            return None
+            raise StoreUnavailable(f"nothing answers at {client}")
+        if not is_client_here(client):  # the library would ask whoever it is, with Python's lock held
+            raise StoreUnavailable(f"what answers at {client} is no mooncake_client of this machine")
         library = new_library()
-        if library.setup_dummy(0, 0, client) != 0:
-            return None
+        if (code := library.setup_dummy(0, 0, client)) != 0:
+            raise StoreUnavailable(f"mooncake_client at {client} refuses: setup returned {code}")
         memory = library.alloc_from_mem_pool(num_rows * row_bytes)
         if memory == 0 or library.register_buffer(memory, num_rows * row_bytes) != 0:
             library.close()
-            return None
+            raise StoreUnavailable(f"mooncake_client at {client} takes no {num_rows * row_bytes} bytes of memory")
+        silence()
         return cls(library, client, memory, num_rows, row_bytes)
 
     def row_address(self, row: int) -> int:
@@ -48,8 +50,7 @@ class Session:
         if not answers(self._client, timeout_s=PROBE_TIMEOUT_S):
             self.abandon()
             return
-        with stderr_without(LOGGED_AT_EVERY_END):
-            self.library.close()
+        self.library.close()
         self._give_pages_back()
 
     def abandon(self) -> None:

@@ -13,6 +13,7 @@ from functools import partial
 from moonshard.kv.prefix import BlockName
 from moonshard.kv.slab import Bytes
 from moonshard.kv.store.mooncake.breaker import Attempt, Breaker
+from moonshard.kv.store.mooncake.faults import StoreUnavailable
 from moonshard.kv.store.mooncake.lanes import Lanes
 from moonshard.kv.store.mooncake.library import BAD_PARAMETERS, new_library
 from moonshard.kv.store.mooncake.session import Session
@@ -49,22 +50,39 @@ class MooncakeStoreTier:
     name = "store"
     is_shared = True
 
-    def __init__(self, *, layout: bytes, block_bytes: int, config: MooncakeStoreConfig):
+    def __init__(
+        self,
+        *,
+        layout: bytes,
+        block_bytes: int,
+        config: MooncakeStoreConfig,
+        on_change: Callable[[str | None], None] = lambda _why: None,
+    ):
+        """`on_change` is told, on any thread, why nothing is to be had, once that is sure, and None when it is over."""
         self.block_bytes = block_bytes
+        self._on_change = on_change
         self._config = config
         self._values = Values(layout, block_bytes)
         self._row_bytes = -(-self._values.num_bytes // ROW_ALIGNMENT_BYTES) * ROW_ALIGNMENT_BYTES
         self._rows_per_call = max(1, config.max_call_bytes // self._row_bytes)
         self._lanes = Lanes(config.max_calls, "mooncake-store")
         self._closing = threading.Event()
-        self._lock = threading.Lock()  # of the four below
+        self._lock = threading.Lock()  # of the five below
+        self._why_off: str | None = None  # as was told
         self._breaker = Breaker(rest_s=config.rest_s)
         self._unhurried_from_s = float("-inf")  # until then what nobody waits for is not attempted
         self._session: Session | None = None  # always there while the breaker is closed
         self._counts = Counter[str]()
 
     @classmethod
-    def start(cls, *, layout: bytes, block_bytes: int, config: MooncakeStoreConfig) -> "MooncakeStoreTier":
+    def start(
+        cls,
+        *,
+        layout: bytes,
+        block_bytes: int,
+        config: MooncakeStoreConfig,
+        on_change: Callable[[str | None], None] = lambda _why: None,
+    ) -> "MooncakeStoreTier":
         """Returns before the store has answered. Blocks of another `layout` than this are not found.
 
         StoreUnavailable where the library cannot be loaded, ValueError where the address is not host:port.
@@ -72,7 +90,7 @@ class MooncakeStoreTier:
         int(config.address.rpartition(":")[2])
         os.environ["MC_LOG_LEVEL"] = "ERROR"  # the library takes it from the environment alone, when it loads
         new_library()
-        tier = cls(layout=layout, block_bytes=block_bytes, config=config)
+        tier = cls(layout=layout, block_bytes=block_bytes, config=config, on_change=on_change)
         tier._lanes.begin()
         # the first turn begins to set the library up, on its lane
         with contextlib.suppress(NoAnswer), tier._turn(0):
@@ -90,6 +108,7 @@ class MooncakeStoreTier:
         with self._lock:
             counts = self._counts.copy()
         return TierCounters(
+            is_up=self.is_on,
             num_hits=counts["hits"],
             num_misses={cause: counts[cause] for cause in MissCause if counts[cause]},
             num_kept=counts["kept"],
@@ -246,6 +265,8 @@ class MooncakeStoreTier:
         try:
             num_rows = self._config.max_calls * self._rows_per_call
             session = Session.open(self._config.address, num_rows=num_rows, row_bytes=self._row_bytes)
+        except StoreUnavailable as error:
+            self._tell(str(error))
         finally:
             with self._lock:
                 is_wanted = session is not None and not self._closing.is_set()
@@ -260,12 +281,19 @@ class MooncakeStoreTier:
         """
         now_s = time.perf_counter()
         with self._lock:
+            was_on, has_session = self._breaker.is_closed, self._session is not None
             if cause is None:
                 self._breaker.succeed(attempt)
-            elif cause is MissCause.TIMED_OUT and not is_waited_for and self._breaker.is_closed:
+            elif cause is MissCause.TIMED_OUT and not is_waited_for and was_on:
                 self._unhurried_from_s = now_s + self._config.rest_s
             else:
                 self._breaker.fail(attempt, now_s)
+            is_on = self._breaker.is_closed
+        if is_on and not was_on:
+            self._tell(None)
+        elif cause is not None and not was_on and has_session:  # not yet after the first failure: one may be late
+            what = "does not answer in time" if cause is MissCause.TIMED_OUT else "fails"
+            self._tell(f"mooncake_client at {self._config.address} {what}")
 
     def _replace(self, session: Session) -> None:
         """The next turn sets up another one."""
@@ -275,6 +303,14 @@ class MooncakeStoreTier:
             self._session = None
             self._breaker.trip(time.perf_counter())
         session.abandon()
+
+    def _tell(self, why_off: str | None) -> None:
+        """Each change once."""
+        with self._lock:
+            is_news = why_off != self._why_off and not self._closing.is_set()
+            self._why_off = why_off
+        if is_news:
+            self._on_change(why_off)
 
     def _count(self, what: str, number: int) -> None:
         with self._lock:

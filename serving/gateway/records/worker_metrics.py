@@ -202,6 +202,8 @@ class WorkerCollector(Collector):
             labels=(*labels, "cause"),
         )
         held = GaugeMetricFamily("moonshard_tier_held_bytes", "Bytes of KV that a tier holds.", labels=labels)
+        text = "1 while a tier answers, 0 while it is left alone since it does not, or is not what it should be."
+        up = GaugeMetricFamily("moonshard_tier_up", text, labels=labels)
         for link in storing:
             for tier in link.last_load.kv_store.tiers:
                 for count, counter in counters.items():
@@ -209,8 +211,11 @@ class WorkerCollector(Collector):
                 for cause, num in sorted(tier.num_misses.items()):
                     misses.add_metric((link.address, tier.name, cause), num)
             for tier in _load_now(link).kv_store.tiers:
-                held.add_metric((link.address, tier.name), tier.held_bytes)
-        yield from (*counters.values(), misses, held)
+                if tier.HasField("held_bytes"):
+                    held.add_metric((link.address, tier.name), tier.held_bytes)
+                if tier.HasField("is_up"):
+                    up.add_metric((link.address, tier.name), tier.is_up)
+        yield from (*counters.values(), misses, held, up)
 
     def _draft_models(self) -> Iterator[Metric]:
         """Of workers whose draft model's guesses were tried."""

@@ -83,9 +83,17 @@ def _open_shared(config: StoreConfig, model: LoadedModel) -> MooncakeStoreTier:
             layout=layout_of(model),
             block_bytes=model.block_bytes,
             config=MooncakeStoreConfig(address=config.client),
+            on_change=_tell_of_client,
         )
     except StoreUnavailable as error:
         raise ConfigError([f"kv.store.dram_bytes: {error}"]) from error
+
+
+def _tell_of_client(why_off: str | None) -> None:
+    if why_off is None:
+        logger.warning("kv.store.client: Mooncake Store answers")
+    else:
+        logger.warning("kv.store.client: %s; until that changes nothing is found in Mooncake Store", why_off)
 
 
 def _open_files(path: Path, role: WorkerRole, max_bytes: int, model: LoadedModel) -> FileTier | None:

@@ -45,7 +45,7 @@ def test_what_comes_is_what_was_kept_and_the_bound_holds(moves: list):
             assert tier.fetch(names, out) == before
             for name, row, is_here in zip(names, out, before, strict=True):
                 assert np.array_equal(row, block_of(name)) or not is_here
-        assert tier.counters.bytes_held <= NUM_ROWS * BLOCK_BYTES
+        assert (tier.counters.bytes_held or 0) <= NUM_ROWS * BLOCK_BYTES
         for each in range(4):  # never an end without what is before it
             found = tier.find(chain(each, 8))
             assert found == sorted(found, reverse=True)

@@ -112,8 +112,8 @@ class Tiers(RuleBasedStateMachine):
     @invariant()
     def tiers_hold_no_more_than_they_may(self):
         if hasattr(self, "stack"):
-            assert self.host.counters.bytes_held <= self.num_host * BLOCK_BYTES
-            assert self.files.counters.bytes_held <= self.num_files * BLOCK_BYTES
+            assert (self.host.counters.bytes_held or 0) <= self.num_host * BLOCK_BYTES
+            assert (self.files.counters.bytes_held or 0) <= self.num_files * BLOCK_BYTES
 
     def teardown(self):
         if hasattr(self, "stack"):

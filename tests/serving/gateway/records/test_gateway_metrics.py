@@ -29,7 +29,11 @@ KV_TIER = link_pb2.KvTier(
     held_bytes=9,
 )
 KV_STORE = link_pb2.KvStore(
-    tiers=[KV_TIER, link_pb2.KvTier(name="ssd", num_hits=20, held_bytes=21)],
+    tiers=[
+        KV_TIER,
+        link_pb2.KvTier(name="ssd", num_hits=20, held_bytes=21),
+        link_pb2.KvTier(name="store", num_hits=22, is_up=True),
+    ],
     num_late_fetches=10,
     num_queued_blocks=11,
     num_dropped_blocks=12,
@@ -56,7 +60,7 @@ TIER_NAMES = {
     *("moonshard_tier_written_bytes_total", "moonshard_tier_late_fetches_total"),
     *("moonshard_tier_dropped_blocks_total", "moonshard_tier_lost_blocks_total"),
     *("moonshard_tier_held_bytes", "moonshard_tier_queued_blocks", "moonshard_tier_lacking_blocks"),
-    "moonshard_cached_tokens_total",
+    *("moonshard_cached_tokens_total", "moonshard_tier_up"),
 }
 
 LATENCIES = (
@@ -229,7 +233,8 @@ async def test_a_worker_that_is_gone_runs_nothing_and_keeps_its_counts(
     assert gone["vllm:num_preemptions_total", "0", "kimi"] == 4
     address = running.gateway.pool.links[0].address
     assert there["moonshard_tier_held_bytes", "host", address] == 9
-    assert not any(name == "moonshard_tier_held_bytes" for name, *_ in gone)
+    assert there["moonshard_tier_up", "store", address] == 1
+    assert not any(name in ("moonshard_tier_held_bytes", "moonshard_tier_up") for name, *_ in gone)
     assert [each["moonshard_tier_queued_blocks", address] for each in (there, gone)] == [11, 0]
     assert [each["moonshard_tier_lacking_blocks", address] for each in (there, gone)] == [14, 0]
     assert gone["moonshard_tier_hits_total", "host", address] == 1

@@ -78,7 +78,7 @@ async def test_each_tier_of_a_worker_that_has_some_is_told(samples: tuple[Sample
         if name.startswith("moonshard_tier_")
     }
     assert not any(prefill in labels for labels in of_tiers)
-    assert {key: value for key, value in of_tiers.items() if "ssd" not in key} == {
+    assert {key: value for key, value in of_tiers.items() if "ssd" not in key and "store" not in key} == {
         ("hits_total", "host", decode): 1,
         ("misses_total", "absent", "host", decode): 2,
         ("misses_total", "timed_out", "host", decode): 3,
@@ -95,6 +95,13 @@ async def test_each_tier_of_a_worker_that_has_some_is_told(samples: tuple[Sample
         ("lacking_blocks", decode): 14,
     }
     assert (of_tiers["hits_total", "ssd", decode], of_tiers["held_bytes", "ssd", decode]) == (20, 21)
+
+
+async def test_of_a_tier_only_what_its_worker_knows_is_told(samples: tuple[Samples, str, str]):
+    found, _, decode = samples
+    assert {key[1:]: value for key, value in found.items() if key[0] == "moonshard_tier_up"} == {("store", decode): 1}
+    assert ("moonshard_tier_held_bytes", "store", decode) not in found
+    assert found["moonshard_tier_hits_total", "store", decode] == 22
 
 
 async def test_only_workers_that_decode_are_engines_to_vllms_boards(samples: tuple[Samples, str, str]):
