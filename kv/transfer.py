@@ -42,6 +42,15 @@ class TransferFailed(Exception):
         self.may_still_land = may_still_land
 
 
+def worst_of(failures: Sequence[BaseException]) -> BaseException:
+    """Of several writes of one handoff: what is no failed transfer first, then one whose bytes may still land."""
+    return min(failures, key=lambda failure: (isinstance(failure, TransferFailed), not _may_still_land(failure)))
+
+
+def _may_still_land(failure: BaseException) -> bool:
+    return isinstance(failure, TransferFailed) and failure.may_still_land
+
+
 class TransportUnavailable(OSError):
     """A transport that cannot run on this machine, and what to do about it."""
 

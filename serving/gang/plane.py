@@ -14,7 +14,14 @@ from typing import Any
 
 import numpy as np
 
-from moonshard.kv.transfer import FailureCause, PublishResult, TransferFailed, TransferMeter, TransportCounters
+from moonshard.kv.transfer import (
+    FailureCause,
+    PublishResult,
+    TransferFailed,
+    TransferMeter,
+    TransportCounters,
+    worst_of,
+)
 from moonshard.rpc import link_pb2
 from moonshard.serving.gang.members import GangFault
 from moonshard.serving.gang.orders import Answers, Orders
@@ -80,7 +87,7 @@ class GangPlane:
         results = list(map(self._published, answers))
         failures = [result for result in (own, *results) if isinstance(result, BaseException)]
         if failures:
-            raise _worst(failures)
+            raise worst_of(failures)
         done = [result for result in (own, *results) if isinstance(result, PublishResult)]
         return PublishResult(
             num_bytes=sum(result.num_bytes for result in done),
@@ -157,15 +164,6 @@ class GangPlane:
 
     def _drop(self, ticket: int) -> None:
         self._orders.tell(link_pb2.GangOrder(drop=link_pb2.KvDrop(ticket=ticket)))
-
-
-def _worst(failures: Sequence[BaseException]) -> BaseException:
-    """What is no failed transfer first; then one whose bytes may still land."""
-    return min(failures, key=lambda failure: (isinstance(failure, TransferFailed), not _may_still_land(failure)))
-
-
-def _may_still_land(failure: BaseException) -> bool:
-    return isinstance(failure, TransferFailed) and failure.may_still_land
 
 
 def _joined(own: Endpoint, members: Sequence[link_pb2.FollowerReady], num_partitions: int) -> Endpoint:

@@ -27,6 +27,7 @@ from moonshard.kv.transfer import (
     Transport,
     TransportCounters,
     copy_verified,
+    worst_of,
 )
 from moonshard.serving.transfer.endpoint import Cells, Endpoint, Place, copies_between, plan_to
 from moonshard.sharding import reshard
@@ -191,7 +192,7 @@ class KvPlane:
         if writes:
             await asyncio.wait(writes)
         if failures := [failure for write in writes if (failure := write.exception()) is not None]:
-            raise failures[0]
+            raise worst_of(failures)
         results = [write.result() for write in writes]
         await self._run(len(cells) * self.block_bytes, self.clear, partition, cells)
         return PublishResult(

@@ -17,7 +17,7 @@ from moonshard.serving.gang.plane import GangPlane
 from moonshard.serving.gang.steps import GangDiverged
 from moonshard.serving.gang.watch import LOOKS_PER_TIMEOUT
 from moonshard.serving.transfer.plane import pieces_to
-from tests.serving.gang.planes import ARRANGED, DATA, TENSOR, TOKENS, Members, blocks, members
+from tests.serving.gang.planes import ALONE, ARRANGED, DATA, TENSOR, TOKENS, Members, blocks, members
 
 pytestmark = pytest.mark.timeout(60)
 CELLS, TO_CELLS = (3, 0, 4), (1, 4, 2)
@@ -105,6 +105,26 @@ async def test_one_members_failed_write_fails_the_write_when_no_member_writes_an
     assert raised.value.may_still_land
     source.plane.clear(0, CELLS)  # as when their quarantine ends
     assert source.hold_nothing
+
+
+@pytest.mark.parametrize("late", [0, 1])
+async def test_of_failed_writes_to_several_members_the_one_that_may_still_land_is_told(late: int):
+    """Or cells would be used again into which bytes may come."""
+    network, ends = InprocNetwork(), list[Gated]()
+
+    def gated(network: InprocNetwork) -> InprocTransport:
+        ends.append(Gated(network))
+        return ends[-1]
+
+    source, to = members(network, ALONE, gated), members(network, TENSOR)
+    await staged(source, to)
+    writing = asyncio.create_task(published(source, to))
+    await until(lambda: len(ends[0].writes) == 2)
+    for index, write in enumerate(ends[0].writes):
+        write.set_exception(TransferFailed(FailureCause.TIMED_OUT, "it hangs", may_still_land=index == late))
+    with pytest.raises(TransferFailed) as raised:
+        await writing
+    assert raised.value.may_still_land
 
 
 @pytest.mark.parametrize("damaged", [0, 1])
