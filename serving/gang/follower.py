@@ -5,6 +5,7 @@ way that ends; a signal does not end it, since the leader may still drain.
 """
 
 import asyncio
+import contextlib
 import logging
 import os
 import signal
@@ -108,7 +109,10 @@ def _channel(address: str, credentials: grpc.ChannelCredentials | None) -> grpc.
 
 
 async def _read(call: Stream) -> link_pb2.LeaderMessage:
-    message = await call.read()
+    """ConfigError where the leader refuses this member, GangFault where its stream ends in any other way."""
+    message = None
+    with contextlib.suppress(grpc.aio.AioRpcError):  # its status tells
+        message = await call.read()
     if isinstance(message, link_pb2.LeaderMessage):
         return message
     code, details = await call.code(), await call.details()
