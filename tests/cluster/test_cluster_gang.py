@@ -7,8 +7,12 @@ import time
 import psutil
 import pytest
 
+from moonshard.serving.config.keys import embedded_model_path
 from tests.cluster.conftest import AGGREGATED, Cluster, running, wait_until
 from tests.cluster.stored import PROMPTS, answers
+from tests.cluster.test_cluster_grammars import asked
+from tests.cluster.test_cluster_tokens import http_completion
+from tests.engine_room import long_text
 
 pytestmark = [pytest.mark.xdist_group("cluster"), pytest.mark.timeout(600)]
 GANG = {**AGGREGATED, "decode.processes": 2, "worker.gang_timeout_s": 2.0}
@@ -61,6 +65,29 @@ def test_a_killed_follower_ends_the_gang_at_once_and_it_comes_back():
         assert wait_until(lambda: is_up(cluster), 120)
         assert answers(cluster) == before
         assert cluster.is_as_it_began()
+
+
+GUESSING = {"speculation.method": '["grammar", "eagle3", "lookup"]'}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("guesses", [{}, GUESSING], ids=["alone", "guessing"])
+@pytest.mark.parametrize("mesh", [BY_PARTITION, WITHIN], ids=["data 2", "tensor 2"])
+def test_a_gang_keeps_to_grammars_and_says_what_one_process_says(mesh: dict[str, int], guesses: dict[str, str]):
+    """The embedded model's JSON, drawn at a temperature."""
+    embedded = {"model.path": embedded_model_path(), **guesses}
+    with running(**AGGREGATED, **mesh, **embedded) as alone:
+        expected = constrained(alone)
+    with running(**GANG, **mesh, **embedded) as gang:
+        assert constrained(gang) == expected
+        assert bool(gang.metric("vllm:spec_decode_num_drafts_total")) == bool(guesses)
+
+
+def constrained(cluster: Cluster) -> list[str]:
+    """Texts of JSON, the longer ones cut off."""
+    return [
+        http_completion(cluster, long_text(60, seed=seed), **asked(seed))["choices"][0]["text"] for seed in range(4)
+    ]
 
 
 @pytest.mark.slow
