@@ -7,7 +7,7 @@ coefficient: where every bucket is the same, nobody knows what a row costs besid
 would have to be below 0 to fit best is 0, and that is said.
 It runs with numpy alone, so that a bare GPU machine can fit its own steps; `reading.step_fit` needs polars.
 Source: least absolute deviations by iteratively reweighted least squares (Schlossmacher 1973, JASA 68); what is solved
-in each round is non-negative least squares, as in `serving.control.routing.ttft`.
+in each round is non-negative least squares, as in `serving.control.ttft.model`.
 """
 
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from typing import Literal, Self
 
 import numpy as np
 
-from moonshard.serving.control.routing.ttft import fit
+from moonshard.serving.control.ttft.model import fit
 
 type Kind = Literal["prefill", "decode"]
 

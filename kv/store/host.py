@@ -17,21 +17,18 @@ from moonshard.kv.store.tier import MissCause, TierCounters
 class HostTier:
     """As many blocks as fit into `max_bytes`; which are lost first is the policy's, by default the least recently used.
 
-    Memory is taken as cells are first written. ValueError where not even one block fits, SlabTooLarge where the machine
-    has less left: `available_bytes`, where the caller knows.
+    Memory is taken as cells are first written. ValueError where not even one block fits.
     """
 
     name = "host"
     is_shared = False
 
-    def __init__(
-        self, *, block_bytes: int, max_bytes: int, available_bytes: int | None = None, policy: Policy | None = None
-    ):
+    def __init__(self, *, block_bytes: int, max_bytes: int, policy: Policy | None = None):
         num_cells = max_bytes // block_bytes
         if num_cells < 1:
             raise ValueError(f"{max_bytes} bytes hold no block of {block_bytes}")
         self.block_bytes = block_bytes
-        self._slab = Slab(num_cells, block_bytes, available_bytes=available_bytes)
+        self._slab = Slab(num_cells, block_bytes)
         self._free = list(range(num_cells))[::-1]
         self._used = dict[BlockName, int]()
         self._policy: Policy = policy or Lru()

@@ -4,7 +4,6 @@ import asyncio
 import os
 import sys
 import time
-from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -26,9 +25,8 @@ from moonshard.serving.config.keys import (
     WorkerRole,
     command_of,
     processes_of,
-    replicas_of,
-    roles_of,
     with_worker_at,
+    workers_of,
 )
 from moonshard.serving.config.kv_ports import store_ports
 from moonshard.serving.config.loopback import LOOPBACK, is_loopback
@@ -90,7 +88,8 @@ def serve(
         num_here = 1 if on_nodes else len(commands.workers)  # at least: how many share a node is not known yet
         check_kv_ports_suffice(config, num_workers=num_here)
         check_ports_are_free(config)
-        check_tiers_fit(config, commands.roles)
+        if not on_nodes:  # whose memory and disks are others
+            check_tiers_fit(config, tuple(workers_of(config).values()))
         load_tenants(config.gateway.keys)  # so that a faulty file is known now, and not once the workers are ready
         cluster_key(config, os.environ)  # likewise
     reporter = TerminalReporter(has_timings=timings)
@@ -154,18 +153,8 @@ class ChildCommands:
         return {"store": lambda _: _argv("store", self.config)} if self._has_own_store else {}
 
     @property
-    def roles(self) -> list[WorkerRole]:
-        """Of each worker."""
-        return [role for role in roles_of(self.config) for _ in range(replicas_of(self.config, role))]
-
-    @property
     def workers(self) -> dict[str, Command]:
-        counts = Counter[WorkerRole]()
-        workers = dict[str, Command]()
-        for role in self.roles:
-            workers[f"{command_of(role)} {counts[role]}"] = partial(self.worker, role)
-            counts[role] += 1
-        return workers
+        return {name: partial(self.worker, role) for name, role in workers_of(self.config).items()}
 
     def worker(self, role: WorkerRole, previous: Mapping[str, object] | None) -> list[str]:
         """A worker on a free port of its node; or here, on one of loopback, or on that of the process it replaces."""
@@ -173,8 +162,7 @@ class ChildCommands:
         return _argv(command_of(role), with_worker_at(self._worker_config, role, self._worker_host, port))
 
     def followers(self, worker: str, address: str) -> dict[str, Command]:
-        roles: dict[str, WorkerRole] = {command_of(role): role for role in roles_of(self.config)}
-        role = roles[worker.partition(" ")[0]]
+        role = workers_of(self.config)[worker]
         return {
             f"{worker}.{index}": partial(self._follower, role, index, address)
             for index in range(1, processes_of(self.config, role))

@@ -338,9 +338,13 @@ def processes_of(config: Config, role: WorkerRole) -> int:
     return config.prefill.processes if role == "prefill" else config.decode.processes
 
 
-def replicas_of(config: Config, role: WorkerRole) -> int:
-    """How many workers of that role `serve` starts."""
-    return config.prefill.replicas if role == "prefill" else config.decode.replicas
+def workers_of(config: Config) -> dict[str, WorkerRole]:
+    """The workers that `serve` starts, by their names, in the order in which the gateway is told of them."""
+    return {
+        f"{command_of(role)} {index}": role
+        for role in roles_of(config)
+        for index in range(config.prefill.replicas if role == "prefill" else config.decode.replicas)
+    }
 
 
 def rules_of(config: Config, role: WorkerRole) -> Rules:

@@ -138,7 +138,7 @@ async def run_gateway(config: Config, *, status: Status, start: ProcessStart, or
     unmap_large_blocks_once_freed()
     allow_connections(config.gateway.max_idle_connections + config.gateway.max_half_open_connections + MAX_CONNECTIONS)
     opening_s = start.timings.now_s
-    async with serving(config) as running, _told(orders_fd, running.gateway.pool):
+    async with serving(config) as running, following_orders(config.gateway, orders_fd, running.gateway.pool):
         start.timings.note("fronts", opening_s)
         with stop_signals() as stop:
             keep_for_life()
@@ -151,11 +151,14 @@ async def run_gateway(config: Config, *, status: Status, start: ProcessStart, or
 
 
 @contextlib.asynccontextmanager
-async def _told(orders_fd: int | None, pool: LinkPool) -> AsyncIterator[None]:
-    """Within the block the pool follows the workers to where the supervisor says that they are."""
+async def following_orders(config: GatewayConfig, orders_fd: int | None, pool: LinkPool) -> AsyncIterator[None]:
+    """Within the block the pool follows the workers to where the supervisor says that they are.
+
+    Of workers that register nobody else need say it, and there may be some that the supervisor does not know.
+    """
 
     def on_order(event: str, fields: dict[str, object]) -> None:
-        if event == "workers" and isinstance(addresses := fields.get("addresses"), list):
+        if config.registry == "list" and event == "workers" and isinstance(addresses := fields.get("addresses"), list):
             pool.move([str(address) for address in addresses])
 
     if orders_fd is None:

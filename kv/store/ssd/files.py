@@ -80,7 +80,7 @@ class FileTier:
         self._is_closed = False
         self._num_calls = 0  # that use the descriptors now
         self._next_scrubbed = 0
-        self._is_full = self._is_deleted = False  # as was last told
+        self._is_deleted = False  # as was last told
         self._counts = Counter[str]()
         self._misses = Counter[MissCause]()
         self._io_errors = Counter[str]()
@@ -289,11 +289,12 @@ class FileTier:
         written = [block for block in pending if block.extent not in errors]
         checksums = [block_checksum(name, blocks[row]) for row, name, _ in written]
         with self._lock:
+            was_full = self._space.lacks_room
             for block in pending:
                 if (error := errors.get(block.extent)) is not None:
-                    is_full = error.errno in _NO_SPACE
-                    self._space.abandon(block, is_bad=error.errno == errno.EIO, is_without_room=is_full)
-            if any(error.errno in _NO_SPACE for error in errors.values()):
+                    has_no_room = error.errno in _NO_SPACE
+                    self._space.abandon(block, is_bad=error.errno == errno.EIO, is_without_room=has_no_room)
+            if self._space.lacks_room and not was_full:
                 self._give_up_fresh()
             self._space.fill_headers(written, checksums)
         if not self._write_headers([extent for _, _, extent in written]):
@@ -309,9 +310,7 @@ class FileTier:
     def _give_up_fresh(self) -> None:
         """Under the lock."""
         self._space.give_up_fresh()
-        if not self._is_full:
-            logger.warning("%s: its disk is full; it keeps %d blocks at most", self._folder.path, self._space.limit)
-        self._is_full = True
+        logger.warning("%s: its disk is full; it keeps %d blocks at most", self._folder.path, self._space.limit)
 
     def _look_at_disk(self) -> None:
         try:
@@ -323,7 +322,6 @@ class FileTier:
             has_room = free_bytes >= _ROOM_EXTENTS * extent_bytes(self.block_bytes)
             if self._space.lacks_room and has_room:
                 self._space.has_room_again()
-                self._is_full = False
                 logger.warning("%s: its disk has room again, for %d blocks", self._folder.path, self._space.limit)
             if is_deleted and not self._is_deleted:
                 logger.warning("%s: was deleted; what it keeps ends with this process", self._folder.path)

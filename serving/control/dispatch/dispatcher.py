@@ -19,11 +19,11 @@ from dataclasses import dataclass
 from moonshard.serving.control.dispatch.attempt import Attempt, AttemptLeg
 from moonshard.serving.control.dispatch.prefill_place import PrefillPlace, PrefillRule
 from moonshard.serving.control.dispatch.retries import Failure, Retries
-from moonshard.serving.control.routing.fleet import DECODE_ROLES, PREFILL_ROLES, Fleet, Member
-from moonshard.serving.control.routing.forecast import TtftForecast
+from moonshard.serving.control.members.fleet import DECODE_ROLES, PREFILL_ROLES, Fleet, Member
 from moonshard.serving.control.routing.policies import Policy
 from moonshard.serving.control.routing.router import Ask, Reservation, Router
-from moonshard.serving.control.routing.ttft_bound import TooLate, TtftBound, TtftSlo
+from moonshard.serving.control.ttft.bound import TooLate, TtftBound, TtftSlo
+from moonshard.serving.control.ttft.forecast import TtftForecast
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,7 +31,7 @@ class DispatchRules:
     """The configured rules of dispatch."""
 
     failover_wait_s: float  # of a request that lost its worker, for another
-    ttft_slo_s: TtftSlo  # as `routing.ttft_bound.ttft_limit_s` has it
+    ttft_slo_s: TtftSlo  # as `ttft.bound.ttft_limit_s` has it
     prefill: PrefillRule
 
 

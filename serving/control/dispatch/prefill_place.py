@@ -8,7 +8,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Literal
 
-from moonshard.serving.control.routing.fleet import MemberLoad
+from moonshard.serving.control.members.fleet import MemberLoad
 from moonshard.serving.control.routing.locality import Alternatives, Locality, is_short
 from moonshard.serving.control.routing.router import Reservation
 

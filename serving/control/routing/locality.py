@@ -3,7 +3,7 @@
 Here it need not be moved, and what was moved before need not be computed; but every sequence that decodes here waits
 while it is prefilled. There it waits for other prompts, and its KV comes later. How long things take is fitted to what
 was seen: a line each, by least squares. Pure and without a clock. Which workers these are is `routing.router`'s; when
-the first token of a request comes, with its time in the queue, is predicted in `routing.ttft`.
+the first token of a request comes, with its time in the queue, is predicted in `control.ttft`.
 
 Sources: conditional disaggregation in NVIDIA Dynamo (its documents on disaggregated serving) for the trade, and Arrow
 (arXiv 2505.11916) for deciding it by expected times. The objective, time summed over all who wait, is ours.

@@ -96,8 +96,10 @@ class WriteQueue:
             self._aside[tier].wrote(piece, names, now_s)
 
     def found_lacking(self, tier: str, piece: Piece, now_s: float) -> None:
-        """The device has these blocks, and the tier does not, which may have had them."""
-        self._aside[tier].found_lacking(piece, now_s)
+        """The device has these blocks, and the tier does not. Those that wait to be written anyway are no loss."""
+        lost = piece.without({name for partition, name in self._waiting if partition == piece.partition})
+        if lost.names:
+            self._aside[tier].found_lacking(lost, now_s)
 
     def _take_new(self, max_blocks: int) -> Piece | None:
         """The oldest, with those of its partition that follow it closely."""

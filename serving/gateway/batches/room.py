@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 
-from moonshard.serving.control.routing.fleet import DECODE_ROLES
+from moonshard.serving.control.members.fleet import DECODE_ROLES
 from moonshard.serving.gateway.pipeline.generation import Gateway
 
 AHEAD_PER_WORKER = 2

@@ -21,7 +21,7 @@ from moonshard.serving.control.dispatch.dispatcher import Demand, NoRoom, NoWork
 from moonshard.serving.control.dispatch.retries import Retries
 from moonshard.serving.control.handoff.messages import Cause
 from moonshard.serving.control.routing.router import Affinity, Home
-from moonshard.serving.control.routing.ttft_bound import TooLate
+from moonshard.serving.control.ttft.bound import TooLate
 from moonshard.serving.gateway.failures import HandoffFailed, failure_of, final_error
 from moonshard.serving.gateway.pipeline.choice import ChoiceStream
 from moonshard.serving.gateway.pipeline.handoffs import Handoff, Handoffs

@@ -18,8 +18,8 @@ from moonshard.rpc import link_pb2
 from moonshard.rpc.status import InternalError, Unavailable
 from moonshard.serving.config.tenants import Salts
 from moonshard.serving.control.dispatch.queue_bound import QueueBound, TooManyWaiting
+from moonshard.serving.control.members.fleet import ModelLimits
 from moonshard.serving.control.request import BACKGROUND
-from moonshard.serving.control.routing.fleet import ModelLimits
 from moonshard.serving.control.routing.router import Affinity
 from moonshard.serving.control.sampling_parameters import PARAMETERS
 from moonshard.serving.gateway.aside import Aside

@@ -1,7 +1,7 @@
 """What the gateway itself knows of the model: its name, tokenizer, chat template and generation defaults.
 
 Read from the model's folder once, at start. Vocabulary and context are the workers' to say
-(`routing.fleet.ModelLimits`): they hold the weights. Texts become tokens here and nowhere else.
+(`control.members.fleet.ModelLimits`): they hold the weights. Texts become tokens here and nowhere else.
 """
 
 from collections.abc import Mapping, Sequence

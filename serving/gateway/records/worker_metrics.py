@@ -14,7 +14,7 @@ from prometheus_client.registry import Collector
 
 from moonshard.rpc.link_pb2 import KvStore, KvTier, KvTransfer, WorkerLoad
 from moonshard.serving.control.drafting.fit import DraftFit
-from moonshard.serving.control.routing.fleet import PREFILL_ROLES
+from moonshard.serving.control.members.fleet import PREFILL_ROLES
 from moonshard.serving.gateway.records.metrics import LABELS, GatewayMetrics
 from moonshard.serving.gateway.workers.link import WorkerLink
 from moonshard.serving.gateway.workers.pool import LinkPool

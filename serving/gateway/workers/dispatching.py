@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from moonshard.serving.config.keys import RoutingConfig
 from moonshard.serving.control.dispatch.dispatcher import Dispatcher, DispatchRules
 from moonshard.serving.control.dispatch.prefill_place import PrefillRule
-from moonshard.serving.control.routing.fleet import Fleet
+from moonshard.serving.control.members.fleet import Fleet
 from moonshard.serving.control.routing.policies import policy_of
 from moonshard.serving.control.routing.router import Router
 

@@ -13,7 +13,7 @@ from moonshard.rpc import link_pb2
 from moonshard.rpc.status import FailedPrecondition
 from moonshard.serving.control.dispatch.attempt import AttemptLeg
 from moonshard.serving.control.dispatch.dispatcher import Dispatcher
-from moonshard.serving.control.routing.fleet import Member, MemberLoad
+from moonshard.serving.control.members.fleet import Member, MemberLoad
 from moonshard.serving.control.routing.prefix_index import PrefixChange, PrefixSubscriber
 from moonshard.serving.control.routing.router import Home, Reservation
 from moonshard.serving.gateway.workers.session import WorkerSession

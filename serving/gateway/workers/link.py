@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import grpc
 
 from moonshard.rpc import link_pb2
-from moonshard.rpc.link import PROTOCOL_VERSION
+from moonshard.rpc.link import CHANNEL_OPTIONS, PROTOCOL_VERSION
 from moonshard.rpc.server.door import open_stream
 from moonshard.rpc.status import FailedPrecondition, Unavailable
 from moonshard.serving.gateway.workers import trouble
@@ -27,16 +27,6 @@ FIRST_RETRY_S = 0.1
 MAX_RETRY_S = 2.0
 SILENT_TICKS = 8  # silence is counted in ticks: a stall of this process is one tick, and no silence of the worker's
 REFUSED_TIMEOUT_S = 1.0  # for a worker to hear why
-CHANNEL_OPTIONS = (
-    ("grpc.keepalive_time_ms", 10_000),  # a peer that vanished without a FIN is noticed within 15 s
-    ("grpc.keepalive_timeout_ms", 5_000),
-    ("grpc.keepalive_permit_without_calls", 1),
-    ("grpc.http2.max_pings_without_data", 0),
-    ("grpc.use_local_subchannel_pool", 1),  # a fresh attempt must not inherit the last one's back-off
-    ("grpc.max_receive_message_length", -1),
-    ("grpc.max_send_message_length", -1),
-    ("grpc.enable_http_proxy", 0),  # a proxy variable meant for the web must not swallow the worker's address
-)
 
 logger = logging.getLogger(__name__)
 

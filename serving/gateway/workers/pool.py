@@ -16,7 +16,7 @@ import grpc
 
 from moonshard.rpc import link_pb2
 from moonshard.rpc.status import RequestError, Unavailable
-from moonshard.serving.control.routing.fleet import DECODE_ROLES, ModelLimits
+from moonshard.serving.control.members.fleet import DECODE_ROLES, ModelLimits
 from moonshard.serving.control.routing.router import Home
 from moonshard.serving.gateway.workers.knowledge import Knowledge
 from moonshard.serving.gateway.workers.link import LOST_RETRY_AFTER_S, LinkConfig, LinkEvents, WorkerLink

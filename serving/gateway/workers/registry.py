@@ -1,7 +1,7 @@
 """The gateway's end of a registration: workers say where they are, and the pool keeps links to those that renew that.
 
 Only who holds the cluster's key is heard (`rpc.server.door`), at a port that clients have no business at. Which
-registrations count is decided in `control.routing.roster`. What a worker says of itself is looked at here so that one
+registrations count is decided in `control.members.roster`. What a worker says of itself is looked at here so that one
 that does not fit hears it at once; what counts is what its link then hears.
 """
 
@@ -29,7 +29,7 @@ from moonshard.rpc.status import (
     abort,
 )
 from moonshard.rpc.tls import TlsFiles
-from moonshard.serving.control.routing.roster import LEASE_TICKS, Full, Roster, Taken
+from moonshard.serving.control.members.roster import LEASE_TICKS, Full, Roster, Taken
 from moonshard.serving.gateway.workers.pool import LinkPool
 
 SERVICE = link_pb2.DESCRIPTOR.services_by_name["Registry"]

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import grpc
 
 from moonshard.rpc import link_pb2
+from moonshard.rpc.link import CHANNEL_OPTIONS
 from moonshard.rpc.server.door import open_stream
 from moonshard.rpc.server.seldom import Seldom
 from moonshard.rpc.status import FailedPrecondition, RequestError, Unavailable, from_rpc_error
@@ -23,14 +24,6 @@ RETRY_S = 0.5  # a gateway that has just come knows all its workers within a sec
 RENEWALS = 4  # in the time of a lease
 MIN_RENEWAL_S = 0.05
 GOODBYE_S = 1.0  # for a gateway to hear it
-CHANNEL_OPTIONS = (
-    ("grpc.keepalive_time_ms", 10_000),  # a gateway that vanished without a FIN is noticed within 15 s
-    ("grpc.keepalive_timeout_ms", 5_000),
-    ("grpc.keepalive_permit_without_calls", 1),
-    ("grpc.http2.max_pings_without_data", 0),
-    ("grpc.use_local_subchannel_pool", 1),  # a fresh attempt must not inherit the last one's back-off
-    ("grpc.enable_http_proxy", 0),
-)
 RENEWAL = link_pb2.WorkerNotice(renewal=link_pb2.Renewal())
 GOODBYE = link_pb2.WorkerNotice(goodbye=link_pb2.Goodbye())
 

@@ -1,6 +1,7 @@
 """`serve --launcher ray`: options and keys that do not fit it, and what workers on nodes are told."""
 
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -24,6 +25,7 @@ STORE = ("--set", "kv.store.enabled=true", "--set", "kv.store.dram_bytes=1000000
         (("--launcher", "ray", "--ray-address", "head"), "--ray-address: expected host:port"),
         (("--launcher", "ray", "--set", "kv.host=127.0.0.1"), "kv.host: leave it out"),
         (("--launcher", "ray", *STORE), "kv.store.dram_bytes: workers share memory"),
+        (("--launcher", "ray", "--set", "gateway.registry=grpc"), "gateway.registry: leave it out"),
     ],
 )
 def test_what_does_not_fit_is_refused_by_its_name(
@@ -41,6 +43,20 @@ def test_where_ray_is_not_installed_that_is_said_and_how_to_install_it(
     told = capsys.readouterr().err
     assert "--launcher ray: Ray is not installed" in told
     assert "pip install 'moonshard[ray]'" in told
+
+
+def test_what_nodes_have_room_for_is_not_asked_here(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    files = f"kv.store={{enabled=true, host_bytes={2**50}, ssd_bytes={2**50}, ssd_path='{tmp_path / 'kv'}'}}"
+    assert cli.main(["serve", *FREE, "--set", files]) == 2
+    assert "kv.store.host_bytes" in capsys.readouterr().err
+    (tmp_path / "kv/prefill-0/moonshard-kv").unlink()
+    (tmp_path / "kv/prefill-0").rmdir()
+    assert cli.main(["serve", *FREE, "--set", files, "--launcher", "ray"]) == 2
+    assert "Ray is not installed" in capsys.readouterr().err
+    assert not (tmp_path / "kv/prefill-0").exists()
 
 
 def test_a_worker_on_a_node_listens_where_that_is_and_finds_the_clusters_key_there():

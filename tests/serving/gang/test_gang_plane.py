@@ -17,7 +17,7 @@ from moonshard.serving.gang.plane import GangPlane
 from moonshard.serving.gang.steps import GangDiverged
 from moonshard.serving.gang.watch import LOOKS_PER_TIMEOUT
 from moonshard.serving.transfer.plane import pieces_to
-from tests.serving.gang.planes import ALONE, ARRANGED, DATA, TENSOR, TOKENS, Members, blocks, members
+from tests.serving.gang.planes import ALONE, ARRANGED, DATA, TENSOR, TOKENS, Members, Transported, blocks, members
 
 pytestmark = pytest.mark.timeout(60)
 CELLS, TO_CELLS = (3, 0, 4), (1, 4, 2)
@@ -74,6 +74,16 @@ class Gated(InprocTransport):
         return future
 
 
+def gated_into(ends: list[Gated]) -> Transported:
+    """Transports that are added to `ends`."""
+
+    def gated(network: InprocNetwork) -> InprocTransport:
+        ends.append(Gated(network))
+        return ends[-1]
+
+    return gated
+
+
 async def until(condition) -> None:
     async with asyncio.timeout(10):
         while not condition():  # noqa: ASYNC110  # nobody tells
@@ -83,12 +93,7 @@ async def until(condition) -> None:
 @pytest.mark.parametrize("failing", [0, 1])
 async def test_one_members_failed_write_fails_the_write_when_no_member_writes_any_more(failing: int):
     network, ends = InprocNetwork(), list[Gated]()
-
-    def gated(network: InprocNetwork) -> InprocTransport:
-        ends.append(Gated(network))
-        return ends[-1]
-
-    source, to = members(network, TENSOR, gated), members(network, TOKENS)
+    source, to = members(network, TENSOR, gated_into(ends)), members(network, TOKENS)
     await staged(source, to)
     writing = asyncio.create_task(published(source, to))
     await until(lambda: all(len(end.writes) == 2 for end in ends))  # each to both members there
@@ -111,12 +116,7 @@ async def test_one_members_failed_write_fails_the_write_when_no_member_writes_an
 async def test_of_failed_writes_to_several_members_the_one_that_may_still_land_is_told(late: int):
     """Or cells would be used again into which bytes may come."""
     network, ends = InprocNetwork(), list[Gated]()
-
-    def gated(network: InprocNetwork) -> InprocTransport:
-        ends.append(Gated(network))
-        return ends[-1]
-
-    source, to = members(network, ALONE, gated), members(network, TENSOR)
+    source, to = members(network, ALONE, gated_into(ends)), members(network, TENSOR)
     await staged(source, to)
     writing = asyncio.create_task(published(source, to))
     await until(lambda: len(ends[0].writes) == 2)

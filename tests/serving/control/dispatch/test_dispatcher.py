@@ -21,13 +21,13 @@ from moonshard.serving.control.dispatch.dispatcher import (
 from moonshard.serving.control.dispatch.prefill_place import PrefillRule
 from moonshard.serving.control.dispatch.retries import LegFailure, Retries
 from moonshard.serving.control.handoff.messages import Cause
-from moonshard.serving.control.routing.fleet import Fleet, MemberLoad
-from moonshard.serving.control.routing.forecast import LEAST_TTFT_S
+from moonshard.serving.control.members.fleet import Fleet, MemberLoad
 from moonshard.serving.control.routing.policies import cost
 from moonshard.serving.control.routing.router import Home, Router
-from moonshard.serving.control.routing.ttft import MIN_SAMPLES
-from moonshard.serving.control.routing.ttft_bound import TooLate, TtftSlo
-from tests.serving.control.routing.test_fleet import a_member
+from moonshard.serving.control.ttft.bound import TooLate, TtftSlo
+from moonshard.serving.control.ttft.forecast import LEAST_TTFT_S
+from moonshard.serving.control.ttft.model import MIN_SAMPLES
+from tests.serving.control.members.test_fleet import a_member
 
 MOVES = PrefillRule(kind="static")
 MAX_ATTEMPTS = 4

@@ -7,7 +7,7 @@ from moonshard.serving.config.keys import RoutingConfig
 from moonshard.serving.control.dispatch.attempt import Attempt
 from moonshard.serving.control.dispatch.dispatcher import Demand, Dispatcher
 from moonshard.serving.control.dispatch.retries import LegFailure, Retries
-from moonshard.serving.control.routing.fleet import Member
+from moonshard.serving.control.members.fleet import Member
 from moonshard.serving.control.routing.router import Ask, Home, Router
 from moonshard.serving.gateway.workers.dispatching import dispatcher_of
 
@@ -109,8 +109,8 @@ def _tiers(member: Member) -> tuple[Home, Home]:
     return Home(member.address, NUM_PARTITIONS), Home(member.address, NUM_PARTITIONS + 1)
 
 
-@given(STEPS)
-def test_nothing_is_left_of_workers_that_left(steps: list[tuple[str, int, int]]):
+def left_by_all(steps: list[tuple[str, int, int]]) -> World:
+    """After these steps every worker has gone and every attempt has ended."""
     world = World()
     for what, which, number in steps:
         world.do(what, which, number)
@@ -118,6 +118,12 @@ def test_nothing_is_left_of_workers_that_left(steps: list[tuple[str, int, int]])
         world.go(which)
     for attempt in tuple(world.open):
         world.go_on("end", attempt)
+    return world
+
+
+@given(STEPS)
+def test_nothing_is_left_of_workers_that_left(steps: list[tuple[str, int, int]]):
+    world = left_by_all(steps)
     dispatcher, router = world.dispatcher, world.dispatcher.router
     kept = (router._numbers, router._of_worker, router._reservations, router._unsent, router._coming, router._unseen)
     assert not any(kept)
@@ -147,13 +153,7 @@ def test_numbers_are_used_again(steps: list[tuple[str, int, int]]):
 
 @given(STEPS)
 def test_who_comes_to_a_number_that_was_used_before_finds_nothing_there(steps: list[tuple[str, int, int]]):
-    world = World()
-    for what, which, number in steps:
-        world.do(what, which, number)
-    for which in range(6):
-        world.go(which)
-    for attempt in tuple(world.open):
-        world.go_on("end", attempt)
+    world = left_by_all(steps)
     world.come(0)
     router = world.dispatcher.router
     member = next(iter(world.there.values()))

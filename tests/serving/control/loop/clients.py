@@ -6,7 +6,7 @@ from moonshard.serving.control.batching.queue import Rejected
 from moonshard.serving.control.dispatch.dispatcher import NoRoom, NoWorker
 from moonshard.serving.control.dispatch.retries import Failure, Retries
 from moonshard.serving.control.request import FinishReason, Request
-from moonshard.serving.control.routing.ttft_bound import TooLate
+from moonshard.serving.control.ttft.bound import TooLate
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,8 +21,8 @@ from moonshard.serving.control.handoff.gateway import (
     SendDecode,
     SendPrefill,
 )
+from moonshard.serving.control.members.fleet import Fleet, Member
 from moonshard.serving.control.request import Output, Request
-from moonshard.serving.control.routing.fleet import Fleet, Member
 from moonshard.serving.control.routing.policies import policy_of
 from moonshard.serving.control.routing.router import Router
 from tests.serving.control.loop.clients import Asked, Cancelled, Ended, GivenUp

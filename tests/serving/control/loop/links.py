@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from moonshard.serving.control.dispatch.attempt import AttemptLeg
 from moonshard.serving.control.dispatch.dispatcher import Dispatcher
-from moonshard.serving.control.routing.fleet import Member, MemberLoad
+from moonshard.serving.control.members.fleet import Member, MemberLoad
 from moonshard.serving.control.routing.prefix_index import PrefixChange, PrefixSubscriber
 from moonshard.serving.control.routing.router import Reservation
 from tests.serving.control.loop.messages import Leg, News, Report, Submit, ToWorker, Welcome

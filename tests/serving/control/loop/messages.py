@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from moonshard.kv.prefix import BlockName, PrefixEvent
 from moonshard.serving.control.batching.queue import Rejected
 from moonshard.serving.control.handoff import messages as m
+from moonshard.serving.control.members.fleet import Member
 from moonshard.serving.control.request import Output, Request
-from moonshard.serving.control.routing.fleet import Member
 
 # ---- gateway to workers
 

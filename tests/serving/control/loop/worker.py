@@ -14,9 +14,9 @@ from moonshard.kv.blocks import PLAIN, BlockGroups, BlockPool
 from moonshard.kv.prefix import PrefixCache
 from moonshard.serving.control.batching.queue import Rejected
 from moonshard.serving.control.batching.scheduler import Scheduler, SchedulerConfig
+from moonshard.serving.control.members.fleet import Member
 from moonshard.serving.control.plan import DecodePlan, Delivered, Plan, PrefillPlan, Sampled
 from moonshard.serving.control.request import SequenceId
-from moonshard.serving.control.routing.fleet import Member
 from tests.serving.control.loop.events import Events
 from tests.serving.control.loop.messages import FromWorker, Leg, News, Report, Submit, ToWorker, TurnedDown, Welcome
 from tests.serving.fake_device import VOCAB_SIZE, FakeDevice

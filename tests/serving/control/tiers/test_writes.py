@@ -218,6 +218,14 @@ def test_at_the_end_what_no_tier_has_goes_first_and_the_rest_whenever_it_was_to_
     ]
 
 
+def test_what_waits_to_be_written_is_not_lost():
+    queue = WriteQueue(MAX_BLOCKS, 2, TIERS)
+    queue.note([known(0, 1), known(1, 2)])
+    set_aside(queue, 1, 2)
+    assert queue.num_aside == 1  # of the other partition
+    assert turns(queue, 4) == "nna-"
+
+
 def test_what_a_tier_has_lost_is_given_to_it_at_once_unless_it_fails():
     queue = WriteQueue(MAX_BLOCKS, 1, TIERS)
     set_aside(queue, 1)

@@ -12,9 +12,9 @@ import pytest
 from moonshard.rpc.client import AsyncClient
 from moonshard.rpc.status import Overloaded
 from moonshard.serving.config.keys import GatewayConfig, RoutingConfig
-from moonshard.serving.control.routing.forecast import LEAST_TTFT_S
-from moonshard.serving.control.routing.ttft import MIN_SAMPLES, TtftModel
-from moonshard.serving.control.routing.ttft_bound import AUTO_STRETCH, AUTO_WAIT_S
+from moonshard.serving.control.ttft.bound import AUTO_STRETCH, AUTO_WAIT_S
+from moonshard.serving.control.ttft.forecast import LEAST_TTFT_S
+from moonshard.serving.control.ttft.model import MIN_SAMPLES, TtftModel
 from moonshard.serving.gateway.process import RunningGateway, serving
 from moonshard.serving.gateway.records.accounts.ledger import read_ledger
 from tests.serving.gateway import fake_worker

@@ -13,7 +13,7 @@ from moonshard.rpc.client import AsyncClient
 from moonshard.rpc.status import Overloaded
 from moonshard.serving.config.keys import GatewayConfig
 from moonshard.serving.config.tenants import Tenant, hash_key
-from moonshard.serving.control.routing.ttft_bound import TooLate
+from moonshard.serving.control.ttft.bound import TooLate
 from moonshard.serving.gateway.records.accounts.accounts import PromptHold
 from moonshard.serving.gateway.records.accounts.rates import TokenRates
 from tests.serving.gateway.fake_worker import FakeWorker

@@ -9,7 +9,7 @@ from moonshard.rpc import link_pb2
 from moonshard.serving.control.dispatch.attempt import AttemptLeg
 from moonshard.serving.control.dispatch.dispatcher import Dispatcher, DispatchRules
 from moonshard.serving.control.dispatch.prefill_place import PrefillRule
-from moonshard.serving.control.routing.fleet import Fleet
+from moonshard.serving.control.members.fleet import Fleet
 from moonshard.serving.control.routing.policies import affinity
 from moonshard.serving.control.routing.router import Ask, Router
 from moonshard.serving.gateway.workers.knowledge import TELL_PREFIXES, Knowledge, member_of

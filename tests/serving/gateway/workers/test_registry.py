@@ -14,7 +14,7 @@ from moonshard.rpc import link_pb2
 from moonshard.rpc.server.door import ServerUnproved
 from moonshard.rpc.status import from_rpc_error
 from moonshard.serving.config.keys import GatewayConfig
-from moonshard.serving.control.routing.roster import LEASE_TICKS
+from moonshard.serving.control.members.roster import LEASE_TICKS
 from moonshard.serving.gateway.process import serving
 from moonshard.serving.gateway.workers import link as link_under_test
 from moonshard.serving.gateway.workers import registry as under_test

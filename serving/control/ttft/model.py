@@ -4,7 +4,7 @@ A worker's time is taken to be linear in the tokens to be computed and in the to
 depends on besides goes into the constant. The last few hundred prompts of each worker count, older ones less: who is
 refused teaches nothing, so after a slow spell few come to show that it is over. While too little was seen of a worker,
 all are taken to be alike.
-Pure. What follows from a prediction is decided in `routing.ttft_bound`. `routing.locality` does not use this model: it
+Pure. What follows from a prediction is decided in `bound`. `routing.locality` does not use this model: it
 fits prefill and transfer times by itself, for a pool and not for a worker, from one length and not two.
 
 Source: non-negative least squares (Lawson and Hanson 1974, chapter 23), here by trying every subset.

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 from moonshard.serving.control.routing.router import Home, Reservation, Router
-from moonshard.serving.control.routing.ttft import TtftModel
+from moonshard.serving.control.ttft.model import TtftModel
 
 LEAST_TTFT_S = 0.1  # so long it is taken to stay what it is: under overload everybody is told of it
 

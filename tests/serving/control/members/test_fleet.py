@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moonshard.serving.control.routing.fleet import DECODE_ROLES, PREFILL_ROLES, Fleet, Member, MemberLoad
+from moonshard.serving.control.members.fleet import DECODE_ROLES, PREFILL_ROLES, Fleet, Member, MemberLoad
 
 ADDRESSES = ("a:1", "b:1", "c:1", "d:1")
 ROLES = ("both", "decode", "prefill")

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moonshard.serving.control.routing.ttft import FIT_EVERY, MAX_SAMPLES, MIN_SAMPLES, TtftModel, fit
+from moonshard.serving.control.ttft.model import FIT_EVERY, MAX_SAMPLES, MIN_SAMPLES, TtftModel, fit
 
 TOKENS = st.integers(0, 100_000)
 

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from moonshard.serving.control.routing.ttft_bound import (
+from moonshard.serving.control.ttft.bound import (
     AUTO_STRETCH,
     AUTO_WAIT_S,
     LATELY_S,

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moonshard.serving.control.routing.roster import LEASE_TICKS, Full, Roster, Taken
+from moonshard.serving.control.members.roster import LEASE_TICKS, Full, Roster, Taken
 
 MAX_WORKERS = 3
 ADDRESSES = st.sampled_from(["a:1", "b:1", "c:1", "d:1"])
