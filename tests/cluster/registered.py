@@ -29,6 +29,8 @@ class Registered:
     def start_gateway(self, name: str) -> Process:
         """Returns once it listens: it is ready only once workers have come. One that is started again has its ports."""
         before = self.gateways.get(name)
+        if before is not None and before.is_alive:  # a test failed before it had killed it
+            before.kill()
         ports = dict.fromkeys(PORTS, 0) if before is None else before.settings
         gateway = Process(name, "gateway", {**self.settings, "gateway.registry": "grpc", **ports}, self._log(name))
         gateway.start()

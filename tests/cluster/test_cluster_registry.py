@@ -25,7 +25,8 @@ from tests.serving.gateway.fake_worker import FakeWorker
 from tests.serving.gateway.workers.registering import registry_over
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("cluster"), pytest.mark.timeout(600)]
-SETTINGS = {"model.max_context_tokens": 4000, "kv.num_blocks": 512}
+# Slots for all streams of a test on one worker: two gateways may send more to one than to the other.
+SETTINGS = {"model.max_context_tokens": 4000, "kv.num_blocks": 1024, "decode.max_slots": 8}
 STEP_S = 0.5  # of this model, on a machine that has other things to do
 SERVES_WITHIN_S = 1.0
 
