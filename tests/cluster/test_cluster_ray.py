@@ -51,10 +51,13 @@ def ray_nodes(num_cpus: int) -> Iterator[RayNodes]:
     with tempfile.TemporaryDirectory(prefix="r", ignore_cleanup_errors=True) as folder:  # sockets have short names
         argv = [sys.executable, str(Path(__file__).with_name("ray_nodes.py")), folder, f"{HEAD}=0"]
         argv += [f"{node}={num_cpus}" for node in NODES]
-        environment = {**os.environ, "RAY_USAGE_STATS_ENABLED": "0"}
+        Path(folder, "ray").mkdir()  # Ray writes into this folder of RAY_TMPDIR, and makes it only on some of its ways
+        environment = {**os.environ, "RAY_USAGE_STATS_ENABLED": "0", "RAY_TMPDIR": folder}
         with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment) as nodes:
             assert nodes.stdout is not None
-            yield RayNodes(nodes, nodes.stdout.readline().strip())
+            address = nodes.stdout.readline().strip()
+            assert address, "the nodes did not come up"
+            yield RayNodes(nodes, address)
 
 
 def on(nodes: RayNodes) -> tuple[str, ...]:
