@@ -18,7 +18,7 @@ from moonshard.experiments.bench.costs.recording_cost import (
     order_of,
     recording_grid,
 )
-from moonshard.experiments.bench.costs.row_cost import measure_rows, row_grid
+from moonshard.experiments.bench.costs.row_cost import REQUEST, STEP, measure_rows, row_grid
 from moonshard.experiments.bench.report import LAID_OUT
 from moonshard.experiments.bench.serving import arrangements, failover, handoff
 from moonshard.experiments.bench.serving.arrangements import APART, TOGETHER, OfferedLoad, arrangement_grid, of_load
@@ -169,7 +169,8 @@ class TestRecording:
     def test_a_row_costs_processor_time_and_a_token_has_few_of_them(self):
         plan = Plan(row_repeats=1)
         found = measure_rows(plan)
-        assert all(0.5 < us < 1000 for one in found for us in one.samples)
+        assert {one.name: len(one.samples) for one in found} == {STEP: 1, REQUEST: 1}
+        assert found[0].median > 0  # the other is a difference: what else this process does may outweigh it
         off = Measurement(level="recording", name="off", unit="us", samples=(2000.0,))
         by_token = [replace(off, name=f"{one.name}, rows a token", unit="ratio", samples=(0.5,)) for one in found]
         *_, both = row_grid([*found, *by_token, off], "off").rows

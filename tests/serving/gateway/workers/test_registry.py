@@ -83,8 +83,7 @@ async def test_who_registers_serves_soon_and_who_says_goodbye_is_forgotten():
         assert session.is_lost
         assert not pool.is_ready
         assert_nothing_known(pool)
-        await asyncio.gather(*pool._tasks.values(), return_exceptions=True)
-        assert not pool._tasks
+        await until(lambda: not pool._tasks)
 
 
 async def test_a_stream_that_breaks_off_ends_nothing_and_a_lease_that_is_not_renewed_does(caplog):
@@ -228,8 +227,7 @@ async def test_no_task_is_left_of_workers_that_came_and_went():
         for _ in range(20):
             pool.call("127.0.0.1:9")
             pool.remove("127.0.0.1:9")
-        await asyncio.gather(*pool._tasks.values(), return_exceptions=True)
-        assert not pool._tasks
+        await until(lambda: not pool._tasks)
         assert not [task for task in asyncio.all_tasks() if task.get_name().startswith("link ")]
 
 
