@@ -79,27 +79,43 @@ class TierStack:
         }
 
     def renew(self, chain: Sequence[BlockName]) -> dict[str, list[BlockName]]:
-        """Those that each tier is known not to have; the others count as used now, where a tier knows of use."""
-        return {
-            tier.name: [name for name, is_here in zip(chain, tier.has(chain), strict=True) if is_here is False]
-            for tier in self._tiers
-        }
+        """Those that each tier is known to lack, and no tier behind it has for all who would find them there. Where a
+        tier knows of use, the others count as used now.
+
+        A near tier that is too small for all that is used would else be written to without end: what is fetched from
+        behind it, `promote` gives it.
+        """
+        found = {tier.name: tier.has(chain) for tier in self._tiers}
+        lost = {tier.name: [is_here is False for is_here in found[tier.name]] for tier in self._tiers}
+        for tier, behind in itertools.combinations(self._tiers, 2):
+            if behind.is_shared or not tier.is_shared:
+                both = zip(lost[tier.name], found[behind.name], strict=True)
+                lost[tier.name] = [is_lost and not is_behind for is_lost, is_behind in both]
+        return {tier: list(itertools.compress(chain, is_lost)) for tier, is_lost in lost.items()}
 
     def fetch(self, chain: Sequence[BlockName], tiers: Sequence[str]) -> Fetched:
-        """Reads each block of a chain from the tier that is named for it, until one does not come."""
+        """Reads each block of a chain from the tier that is named for it, until one does not come: neither from there,
+        nor from a tier behind that, where it had lost the block since it was looked for.
+        """
         blocks = np.empty((len(chain), self.block_bytes), np.uint8)
         runs = list[FetchedRun]()
         num_good = 0
         for start, end in _runs(tiers):
-            began_s = time.perf_counter()
-            came = self._by_name[tiers[start]].fetch(chain[start:end], blocks[start:end])
-            num_came = next((index for index, is_good in enumerate(came) if not is_good), len(came))
-            seconds = time.perf_counter() - began_s
-            runs.append(FetchedRun(tier=tiers[start], num_asked=end - start, num_blocks=num_came, seconds=seconds))
-            num_good += num_came
-            if num_came < end - start:
+            behind = self._tiers[self.names.index(tiers[start]) :]
+            for tier in behind:
+                if num_good < end:
+                    runs.append(self._fetch_from(tier, chain[num_good:end], blocks[num_good:end]))
+                    num_good += runs[-1].num_blocks
+            if num_good < end:
                 break
         return Fetched(names=tuple(chain[:num_good]), blocks=blocks[:num_good], runs=tuple(runs))
+
+    def _fetch_from(self, tier: Tier, chain: Sequence[BlockName], out: Bytes) -> FetchedRun:
+        began_s = time.perf_counter()
+        came = tier.fetch(chain, out)
+        num_came = next((index for index, is_good in enumerate(came) if not is_good), len(came))
+        seconds = time.perf_counter() - began_s
+        return FetchedRun(tier=tier.name, num_asked=len(chain), num_blocks=num_came, seconds=seconds)
 
     def keep(
         self, chains: Iterable[tuple[BlockName | None, Sequence[BlockName], Bytes]], only: str | None = None

@@ -69,7 +69,7 @@ class WriteThrough:
         self._from_below.update(dict.fromkeys(names))
 
     def renew(self, partition: int, chain: Sequence[BlockName]) -> None:
-        """A request uses these blocks: they should be in all tiers, and count as used there."""
+        """A request uses these blocks: some tier should have them for all who look there, and count them as used."""
         if chain:
             self._renewals[partition, chain[-1]] = chain
             self._renewals.move_to_end((partition, chain[-1]))

@@ -52,6 +52,33 @@ def test_a_block_that_does_not_come_ends_what_is_fetched():
     assert [(run.tier, run.num_asked, run.num_blocks) for run in fetched.runs] == [("a", 2, 2), ("b", 2, 1)]
 
 
+def test_what_a_tier_lost_since_it_was_looked_for_comes_from_one_behind_it():
+    near, middle, far = NamedHost("a", 1), NamedHost("b", 2), NamedHost("c", 4)
+    fetched = TierStack([near, middle, far]).fetch(NAMES[:5], ["a", "a", "a", "c", "c"])
+    assert fetched.names == tuple(NAMES[:4])
+    assert [chr(row[0]) for row in fetched.blocks] == list("abcc")
+    told = [(run.tier, run.num_asked, run.num_blocks) for run in fetched.runs]
+    assert told == [("a", 3, 1), ("b", 2, 1), ("c", 1, 1), ("c", 2, 1)]
+
+
+@given(st.lists(st.tuples(st.booleans(), st.lists(st.booleans(), min_size=6, max_size=6)), min_size=1, max_size=4))
+def test_what_is_lost_is_what_no_tier_behind_has_for_the_same_readers(drawn: list[tuple[bool, list[bool]]]):
+    tiers = list[NamedHost]()
+    for letter, (is_shared, has) in zip("abcd", drawn, strict=False):
+        tier = NamedHost(letter)
+        tier.is_shared = is_shared
+        for name, is_here in zip(NAMES, has, strict=True):
+            if is_here:
+                tier.keep([name], filled([name], letter))
+        tiers.append(tier)
+    for number, (name, found) in enumerate(TierStack(tiers).renew(NAMES).items()):
+        assert name == tiers[number].name
+        is_shared, has = drawn[number]
+        behind = [there for behind_is_shared, there in drawn[number + 1 :] if behind_is_shared or not is_shared]
+        expected = [not here and not any(there[i] for there in behind) for i, here in enumerate(has)]
+        assert found == [block for block, is_lost in zip(NAMES, expected, strict=True) if is_lost]
+
+
 def test_what_came_from_afar_is_near_afterwards():
     near, far = NamedHost("a"), NamedHost("b", 3)
     stack = TierStack([near, far])

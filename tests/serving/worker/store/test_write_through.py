@@ -187,6 +187,20 @@ def test_what_a_tier_lost_of_a_chain_that_is_still_used_it_is_given_again(lost: 
     run(scenario())
 
 
+def test_what_a_near_tier_lost_and_one_behind_it_has_it_is_not_given_again():
+    async def scenario() -> None:
+        world = a_world()
+        [prompt] = prompts(0, 1)
+        await compute(world, [prompt])
+        await pass_time(world, 1.0)
+        del world.tiers[0].kept[block_names(ROOT, prompt, BLOCK_SIZE)[0]]
+        use(world, prompt)
+        await pass_time(world, 1.0)
+        assert [len(tier.kept) for tier in world.tiers] == [2, 3]
+
+    run(scenario())
+
+
 def test_a_tier_that_does_not_say_what_it_has_is_given_nothing_again():
     async def scenario() -> None:
         world = a_world()
