@@ -19,8 +19,9 @@ from moonshard.rpc.status import RequestError
 from moonshard.serving.commands.serve import ChildCommands, ready_line
 from moonshard.serving.commands.terminal_chat import TIMEOUT, ServerError, first_model, root_of
 from moonshard.serving.config.reading import load_config
-from moonshard.serving.deploy.limits import limits_of
-from moonshard.serving.deploy.supervisor import ChildFailed, Supervisor
+from moonshard.serving.deploy.children.limits import limits_of
+from moonshard.serving.deploy.children.role import ChildFailed
+from moonshard.serving.deploy.children.supervisor import Supervisor
 from moonshard.serving.deploy.terminal import TerminalReporter
 
 SETTINGS = (

@@ -14,7 +14,7 @@ from pathlib import Path
 from moonshard.experiments.common.fields import ExperimentError
 from moonshard.experiments.common.running.deployment import deployed
 from moonshard.serving.config.reading import load_config
-from moonshard.serving.deploy.tether import tethered
+from moonshard.serving.deploy.children.tether import tethered
 
 COMMAND = (sys.executable, "-m", "moonshard.experiments.command", "run")
 SAYS_RUN = "run: "

@@ -32,9 +32,9 @@ from moonshard.serving.config.kv_ports import store_ports
 from moonshard.serving.config.loopback import LOOPBACK, is_loopback
 from moonshard.serving.config.reading import as_overrides, toml_value
 from moonshard.serving.config.tenants import load_tenants
-from moonshard.serving.deploy.limits import limits_of
+from moonshard.serving.deploy.children.limits import limits_of
+from moonshard.serving.deploy.children.supervisor import Command, supervise
 from moonshard.serving.deploy.on_ray.orders import KEY_FILE, NODE
-from moonshard.serving.deploy.supervisor import Command, supervise
 from moonshard.serving.deploy.timings import Timings
 from moonshard.serving.deploy.unblocked_output import unblocked_output
 from moonshard.serving.entry import ended_by_interrupt

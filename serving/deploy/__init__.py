@@ -3,5 +3,5 @@
 It knows neither models nor the network. What a process serves belongs in `serving.worker`, `serving.gateway` and
 `serving.store`, the command lines in `serving.commands`. What starts them in a cluster is described by `kubernetes`;
 where Ray places them, `on_ray` starts them.
-Begin with `startup` for one process, with `supervisor` for a deployment of several.
+Begin with `startup` for one process, with `children.supervisor` for a deployment of several.
 """

@@ -2,8 +2,8 @@
 
 A write to a terminal that somebody has stopped (Ctrl-S) or to a pipe that nobody reads waits until that changes, and
 with the event loop that logs a line waits every stream on it. This does not cover what libraries write to the
-descriptor without Python. Under a supervisor their lines find no room without being counted (see `child`); elsewhere
-they wait.
+descriptor without Python. Under a supervisor their lines find no room without being counted (see `children.child`);
+elsewhere they wait.
 """
 
 import contextlib

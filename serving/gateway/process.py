@@ -25,7 +25,7 @@ from moonshard.serving.config.keys import Config, ConfigError, GatewayConfig
 from moonshard.serving.config.loopback import is_loopback
 from moonshard.serving.config.tenants import Salts, load_tenants
 from moonshard.serving.config.tls import link_credentials, server_tls
-from moonshard.serving.deploy.child import hear
+from moonshard.serving.deploy.children.child import hear
 from moonshard.serving.deploy.heap import keep_for_life, unmap_large_blocks_once_freed
 from moonshard.serving.deploy.life import Life, stop_signals
 from moonshard.serving.deploy.startup import ProcessStart

@@ -13,7 +13,7 @@ from pathlib import Path
 from moonshard.kv.mooncake import LOGGED_WHERE_ALL_IS_WELL
 from moonshard.kv.store.mooncake.answers import answers
 from moonshard.kv.store.mooncake.faults import StoreUnavailable
-from moonshard.serving.deploy.tether import tethered
+from moonshard.serving.deploy.children.tether import tethered
 
 PROBE_TIMEOUT_S = 0.25
 POLL_S = 0.02

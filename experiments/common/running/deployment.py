@@ -23,7 +23,7 @@ import httpx
 from moonshard.experiments.common.running.server import RunningServer, ServerFailed
 from moonshard.serving.commands.serve import ChildCommands
 from moonshard.serving.config.keys import Config
-from moonshard.serving.deploy.tether import tethered
+from moonshard.serving.deploy.children.tether import tethered
 
 START_TIMEOUT_S = 240.0
 STOP_TIMEOUT_S = 20.0

@@ -5,11 +5,11 @@ that is to end waits first, until it is no longer an endpoint of the Service; th
 new requests are refused. Host: probes call it localhost, which it always is.
 """
 
+from moonshard.serving.deploy.children.limits import limits_of
 from moonshard.serving.deploy.kubernetes.deployment import GATEWAY, Deployment, Manifest
 from moonshard.serving.deploy.kubernetes.paths import written_paths
 from moonshard.serving.deploy.kubernetes.pods import Program, configured, pod_template
 from moonshard.serving.deploy.kubernetes.secrets import TENANT_KEYS, TLS, used
-from moonshard.serving.deploy.limits import limits_of
 
 HTTP, GRPC = "http", "grpc"
 WITHDRAWN_WITHIN_S = 5  # of a pod that ends, from what sends requests to it

@@ -10,11 +10,11 @@ worker lets in whom the authority has signed, so the probe is a process of the p
 
 from moonshard.rpc.addresses import host_port
 from moonshard.serving.config.keys import Config, WorkerRole, command_of, mesh_of, port_of
+from moonshard.serving.deploy.children.limits import limits_of
 from moonshard.serving.deploy.kubernetes.configuration import worker_overrides
 from moonshard.serving.deploy.kubernetes.deployment import Deployment, Manifest
 from moonshard.serving.deploy.kubernetes.pods import Program, configured, pod_template
 from moonshard.serving.deploy.kubernetes.secrets import TLS, used
-from moonshard.serving.deploy.limits import limits_of
 
 LINK = "link"  # the port at which gateways, and of a KV stream other workers, call
 SET_LABEL = "leaderworkerset.sigs.k8s.io/name"

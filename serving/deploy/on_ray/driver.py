@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moonshard.serving.deploy.child import hear
+from moonshard.serving.deploy.children.child import hear
 from moonshard.serving.deploy.on_ray.orders import Signal, Start, order_of
 from moonshard.serving.deploy.startup import STARTUP_EXIT_CODE
 from moonshard.serving.deploy.status_pipe import Status, open_status_pipe

@@ -1,4 +1,4 @@
-"""Starts workers' processes on the nodes of a Ray cluster, as `supervisor.Launch` does it here.
+"""Starts workers' processes on the nodes of a Ray cluster, as `role.Launch` does it here.
 
 This process does not know Ray: it tells a driver (`driver`), its child, what to start. Where that ends, by itself or
 with its cluster, all that it has started ends too; it is started anew with the next process, as often as one is wanted.
@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from moonshard.serving.config.keys import ConfigError
-from moonshard.serving.deploy.child import Child, OnEvent, OnLine, start_child
+from moonshard.serving.deploy.children.child import Child, OnEvent, OnLine, start_child
+from moonshard.serving.deploy.children.role import Process
+from moonshard.serving.deploy.children.tether import tethered
 from moonshard.serving.deploy.on_ray.orders import Start
 from moonshard.serving.deploy.on_ray.placement import Resources, WorkerNeeds, lacking
 from moonshard.serving.deploy.startup import STARTUP_EXIT_CODE
 from moonshard.serving.deploy.status_pipe import describe
-from moonshard.serving.deploy.supervisor import Process
-from moonshard.serving.deploy.tether import tethered
 
 CONNECT_S = 30.0  # for a Ray that is there
 START_RAY_S = 120.0  # for one that is started here, on a busy machine

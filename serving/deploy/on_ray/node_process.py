@@ -13,9 +13,9 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from moonshard.serving.deploy.child import Child, start_child
+from moonshard.serving.deploy.children.child import Child, start_child
+from moonshard.serving.deploy.children.tether import tethered
 from moonshard.serving.deploy.on_ray.orders import KEY_FILE
-from moonshard.serving.deploy.tether import tethered
 
 MAX_BATCH_BYTES = 64 * 1024  # Ray sends results below 100 KB in its answer, and puts larger ones into its object store
 MAX_LINE = 8 * 1024  # characters; the rest of a longer one is lost

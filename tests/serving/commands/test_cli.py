@@ -19,7 +19,7 @@ from moonshard.serving.commands.options import API_KEY_VARIABLE, api_key_of
 from moonshard.serving.commands.serve import ChildCommands
 from moonshard.serving.config.keys import Config, ConfigError, embedded_model_path
 from moonshard.serving.config.reading import leaves, load_config, toml_value
-from moonshard.serving.deploy.limits import limits_of
+from moonshard.serving.deploy.children.limits import limits_of
 from moonshard.serving.deploy.startup import STARTUP_ERRORS, jax_environment, programs_folder, startup_message
 from moonshard.sharding.shape import MeshShape
 

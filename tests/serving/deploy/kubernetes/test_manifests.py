@@ -9,11 +9,11 @@ import pytest
 from moonshard.serving.config.faults import has_mooncake
 from moonshard.serving.config.keys import command_of, roles_of
 from moonshard.serving.config.reading import load_config_for_others
+from moonshard.serving.deploy.children.limits import limits_of
 from moonshard.serving.deploy.kubernetes.configuration import file_of, pods_config
 from moonshard.serving.deploy.kubernetes.deployment import GATEWAY, Deployment
 from moonshard.serving.deploy.kubernetes.paths import read_paths, written_paths
 from moonshard.serving.deploy.kubernetes.workers import worker_set
-from moonshard.serving.deploy.limits import limits_of
 from tests.serving.deploy.kubernetes.described import (
     MODEL,
     NAMESPACE,

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from moonshard.serving.config.keys import ConfigError
+from moonshard.serving.deploy.children.supervisor import Command, Supervisor
 from moonshard.serving.deploy.on_ray import launcher as module
 from moonshard.serving.deploy.on_ray.launcher import RayLauncher, RayPlan, carried
 from moonshard.serving.deploy.on_ray.placement import WorkerNeeds
-from moonshard.serving.deploy.supervisor import Command, Supervisor
-from tests.serving.deploy.test_supervisor import PATIENCE, Recorder, Scripted
+from tests.serving.deploy.children.test_supervisor import PATIENCE, Recorder, Scripted
 
 KEY = "a1" * 32
 PLAN = RayPlan(

@@ -7,7 +7,7 @@ import sys
 
 from moonshard.serving.deploy.on_ray.node_process import MAX_BATCH_BYTES, MAX_LINE, NodeProcess
 from moonshard.serving.deploy.on_ray.orders import KEY_FILE
-from tests.serving.deploy.test_supervisor import has_ended
+from tests.serving.deploy.children.test_supervisor import has_ended
 
 KEY = b"0123456789abcdef" * 2 + b"\n"
 

@@ -1,4 +1,4 @@
-"""`-m moonshard.serving.deploy.tether PID COMMAND...`: becomes the command, and dies with its parent PID.
+"""`-m moonshard.serving.deploy.children.tether PID COMMAND...`: becomes the command, and dies with its parent PID.
 
 Linux kills the process when the thread that started it ends, even by SIGKILL, and keeps that in mind over `exec`. It
 has to be asked by the process itself: a hook between fork and exec is unsafe beside threads.
@@ -15,7 +15,7 @@ _PR_SET_PDEATHSIG = 1  # prctl(2)
 
 def tethered(argv: Sequence[str]) -> list[str]:
     """The argument list that runs `argv` so, for a child of this process."""
-    return [sys.executable, "-m", "moonshard.serving.deploy.tether", str(os.getpid()), *argv]
+    return [sys.executable, "-m", "moonshard.serving.deploy.children.tether", str(os.getpid()), *argv]
 
 
 def main(parent: str, *argv: str) -> None:

@@ -1,7 +1,7 @@
 """How long the processes of a deployment may take to end, by its configuration."""
 
 from moonshard.serving.config.keys import Config
-from moonshard.serving.deploy.supervisor import RestartLimits
+from moonshard.serving.deploy.children.role import RestartLimits
 
 
 def limits_of(config: Config) -> RestartLimits:

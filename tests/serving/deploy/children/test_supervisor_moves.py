@@ -6,9 +6,10 @@ import signal
 from collections.abc import Mapping, Sequence
 from itertools import count
 
-from moonshard.serving.deploy.child import Child, OnEvent, OnLine
-from moonshard.serving.deploy.supervisor import Process, Supervisor, launch_here
-from tests.serving.deploy.test_supervisor import PATIENCE, Recorder, Scripted, child, has_ended, running
+from moonshard.serving.deploy.children.child import Child, OnEvent, OnLine
+from moonshard.serving.deploy.children.role import Process
+from moonshard.serving.deploy.children.supervisor import Supervisor, launch_here
+from tests.serving.deploy.children.test_supervisor import PATIENCE, Recorder, Scripted, child, has_ended, running
 
 
 class Moving(Scripted):

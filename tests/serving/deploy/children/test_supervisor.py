@@ -16,7 +16,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from moonshard.serving.deploy.supervisor import ChildFailed, Command, RestartLimits, Supervisor, supervise
+from moonshard.serving.deploy.children.role import ChildFailed, RestartLimits
+from moonshard.serving.deploy.children.supervisor import Command, Supervisor, supervise
 
 # A child obeys the letters of its script, then waits for signals. l: listening, r: ready, f: failed with exit code 2,
 # x: exit with code 3, t: the same within a status line, z: with 0, d: drain (on SIGTERM say so, end on SIGUSR1),
@@ -463,7 +464,7 @@ signal.pause()
 
 SUPERVISOR = """
 import asyncio, os, sys
-from moonshard.serving.deploy.child import start_child
+from moonshard.serving.deploy.children.child import start_child
 async def main():
     argv = [sys.executable, "-c", sys.argv[1]]
     child = await start_child(argv, on_event=print, on_line=lambda line: print(line, flush=True))

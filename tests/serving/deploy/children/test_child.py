@@ -5,7 +5,7 @@ import os
 import sys
 from pathlib import Path
 
-from moonshard.serving.deploy.child import start_child
+from moonshard.serving.deploy.children.child import start_child
 from moonshard.serving.deploy.status_pipe import StatusWriter
 
 # What a worker does: it logs, its libraries write to the descriptor, it tells its status. Each is far more than a pipe
