@@ -173,7 +173,8 @@ class Following:
         def on_thread() -> "Steps":
             with self.start.timings.phase("jax"):
                 from moonshard.serving.gang.following import load
-            meet(coordinator, self.member, timeout_s=self.config.worker.gang_join_timeout_s)
+            worker = self.config.worker
+            meet(coordinator, self.member, worker.host, timeout_s=worker.gang_join_timeout_s)
             key = cluster_key(self.config, os.environ).proofs
             return load(self.config, self.role, key, progress, self.start)
 

@@ -161,7 +161,7 @@ async def _gathered(gang: Gang, config: Config, life: Life) -> "Meeting":
     coordinator = host_port(config.worker.host, port)
     gang.welcome(coordinator)
     member = Member(0, gang.num_members)
-    return functools.partial(meet, coordinator, member, timeout_s=config.worker.gang_join_timeout_s)
+    return functools.partial(meet, coordinator, member, config.worker.host, timeout_s=config.worker.gang_join_timeout_s)
 
 
 @contextlib.asynccontextmanager
