@@ -32,7 +32,7 @@ class BlockShards:
         self._num_partitions, self._num_parts = shard.mesh.num_partitions, shard.mesh.tensor
         self._is_token_cut = bool(shard.axes("kv_tokens"))
         self._axis = TOKENS if self._is_token_cut else LAYERS
-        self._num_layers, self._block_size = num_layers, block_size
+        self.num_layers, self._block_size = num_layers, block_size
         self._layers_per_part = -(-num_layers // self._num_parts)
         by_layer, by_token = PartitionSpec(*BY_PARTITION, "tensor"), PartitionSpec(*BY_PARTITION, None, "tensor")
         self.pages = by_token if self._is_token_cut else BY_PARTITION
@@ -45,7 +45,7 @@ class BlockShards:
         """The part that this device carries of blocks [b, layers, own tokens, features] read from its pages."""
         if self._is_token_cut or self._num_parts == 1:
             return blocks
-        missing = self._layers_per_part * self._num_parts - self._num_layers
+        missing = self._layers_per_part * self._num_parts - self.num_layers
         blocks = jnp.pad(blocks, ((0, 0), (0, missing), (0, 0), (0, 0)))
         first = jax.lax.axis_index("tensor") * self._layers_per_part
         return jax.lax.dynamic_slice_in_dim(blocks, first, self._layers_per_part, axis=LAYERS)
@@ -54,7 +54,7 @@ class BlockShards:
         """Blocks as this device's pages have them, from the parts that the devices carried: undoes `own_part`."""
         if self._is_token_cut or self._num_parts == 1:
             return part
-        return jax.lax.all_gather(part, "tensor", axis=LAYERS, tiled=True)[:, : self._num_layers]
+        return jax.lax.all_gather(part, "tensor", axis=LAYERS, tiled=True)[:, : self.num_layers]
 
     # ---- on the host
 
@@ -76,7 +76,7 @@ class BlockShards:
         own.sort(key=lambda shard: shard.index[self._axis].start or 0)
         parts = [np.asarray(shard.data) for shard in own]
         joined = parts[0] if len(parts) == 1 else np.concatenate(parts, axis=self._axis)
-        return joined[:, : max(0, self._num_layers - (own[0].index[LAYERS].start or 0))]
+        return joined[:, : max(0, self.num_layers - (own[0].index[LAYERS].start or 0))]
 
     def spread(self, blocks: np.ndarray | jax.Array, partition: int) -> np.ndarray | jax.Array:
         """Blocks of one partition, as `collect` gives them, on its devices, as a land takes them.
@@ -89,7 +89,7 @@ class BlockShards:
         own = self.own_parts(partition)
         if own and not self._is_token_cut and (missing := self._layers_per_part * len(own) - num_layers):
             blocks = np.pad(blocks, ((0, 0), (0, missing), (0, 0), (0, 0)))
-        abstract = self.abstract_payload((num_blocks, self._num_layers, self._block_size, num_features), blocks.dtype)
+        abstract = self.abstract_payload((num_blocks, self.num_layers, self._block_size, num_features), blocks.dtype)
         shape, sharding = abstract.shape, abstract.sharding
         assert isinstance(sharding, NamedSharding)
         part_shape = sharding.shard_shape(shape)

@@ -13,6 +13,8 @@ from moonshard.sharding.shape import MeshShape
 def build_mesh(shape: MeshShape, stage: int = 0) -> Mesh:
     """The mesh of one stage, with axes `data, expert, tensor`: stages take their devices one after another.
 
+    Of several processes they do so from the end: the last stage, which draws the tokens, is in the first process.
+
     Raises:
         MeshError: all stages together ask for more devices than there are.
     """
@@ -20,7 +22,8 @@ def build_mesh(shape: MeshShape, stage: int = 0) -> Mesh:
     if shape.num_devices > len(devices):
         raise MeshError(f"mesh ({shape}) needs {shape.num_devices} devices, {devices[0].platform} has {len(devices)}")
     per_stage = shape.num_devices // shape.pipe
-    own = devices[stage * per_stage : (stage + 1) * per_stage]
+    place = stage if jax.process_count() == 1 else shape.pipe - 1 - stage
+    own = devices[place * per_stage : (place + 1) * per_stage]
     return jax.make_mesh((shape.data, shape.expert, shape.tensor), MESH_AXES, devices=own, axis_types=_AUTO)
 
 
@@ -62,9 +65,19 @@ def placed(tree: Any, sharding: NamedSharding) -> Any:
     return jax.jit(lambda whole: whole, out_shardings=jax.tree.map(lambda _: sharding, tree))(tree)
 
 
+def processes_of(mesh: Mesh) -> set[int]:
+    """Whose its devices are."""
+    return {device.process_index for device in mesh.devices.flat}
+
+
+def is_here(mesh: Mesh) -> bool:
+    """Whether some of its devices are this process's."""
+    return jax.process_index() in processes_of(mesh)
+
+
 def spans_processes(mesh: Mesh) -> bool:
     """Whether some of its devices are another process's."""
-    return any(device.process_index != jax.process_index() for device in mesh.devices.flat)
+    return processes_of(mesh) != {jax.process_index()}
 
 
 def replicated(mesh: Mesh) -> NamedSharding:

@@ -87,10 +87,10 @@ def _gang_faults(config: Config) -> list[str]:
         key = f"{name}.processes"
         if num_devices % own.processes:
             faults.append(f"{key}: {own.processes} do not divide the {num_devices} devices of {name}.mesh ({own.mesh})")
+        elif fault := _uneven_stages(own.mesh, own.processes):
+            faults.append(f"{key}: {fault} of {name}.mesh ({own.mesh})")
         if config.mode == "disaggregated" and config.kv.transport == "grpc":
             faults.append(f'{key}: a gang hands KV over by Mooncake alone, and kv.transport is "grpc"')
-        if own.mesh.pipe > 1:
-            faults.append(f"{key}: a gang has no stages; {name}.mesh.pipe is {own.mesh.pipe}")
         if config.kv.store.enabled:
             faults.append(f"{key}: a gang keeps no KV beyond its device's pages; see kv.store.enabled")
         if not is_loopback(config.worker.host) and not (config.kv.network_fence or config.kv.allow_unauthenticated):
@@ -99,6 +99,14 @@ def _gang_faults(config: Config) -> list[str]:
                 "anything, to whoever reaches it; name the fence of that network in kv.network_fence"
             )
     return faults
+
+
+def _uneven_stages(mesh: MeshShape, num_processes: int) -> str | None:
+    """What is wrong where a process would have a part of one stage and some of another."""
+    in_process, in_stage = mesh.num_devices // num_processes, mesh.num_devices // mesh.pipe
+    if in_process % in_stage == 0 or in_stage % in_process == 0:
+        return None
+    return f"{num_processes} with {in_process} devices each would cut through the {mesh.pipe} stages of {in_stage}"
 
 
 def _store_faults(kv: KvConfig) -> list[str]:

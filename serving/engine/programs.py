@@ -1,11 +1,12 @@
 """The device side of a worker: its stages, one after another, and the steps that run through them.
 
-Activations go from stage to stage, and the tokens that the last one draws back to the first, by `device_put`. None of
-it waits, so that while one stage runs a step the one before it runs the next. The first stage takes drawn tokens only
-when a step of the same slots is launched: else its state would depend on the last stage's newest step, and so would
-every step that it runs. Of each kind the largest bucket, which serves every step, is prepared before the worker is
-ready, and the others behind it: a step takes the smallest that is there, and what it would rather have had is noted.
-No scheduler object comes here.
+Activations go from stage to stage, and the tokens that the last one draws back to the first, by `sharding.crossing`.
+None of it waits, so that while one stage runs a step the one before it runs the next. The first stage takes drawn
+tokens only when a step of the same slots is launched: else its state would depend on the last stage's newest step, and
+so would every step that it runs. Where stages lie in several processes, each of them runs its own part of every step,
+and all run the same steps in the same order. Of each kind the largest bucket, which serves every step, is prepared
+before the worker is ready, and the others behind it: a step takes the smallest that is there, and what it would rather
+have had is noted. No scheduler object comes here.
 """
 
 import itertools
@@ -17,13 +18,16 @@ import numpy as np
 
 from moonshard.serving.control.request import MAX_LOGPROBS, Logprobs
 from moonshard.serving.engine.compiled.blueprint import Blueprint
+from moonshard.serving.engine.compiled.bodies import INPUTS
 from moonshard.serving.engine.compiled.prepared import PreparedPrograms
 from moonshard.serving.engine.compiled.stage_model import StageModel
 from moonshard.serving.engine.draws import DRAWN_COLUMNS
 from moonshard.serving.engine.scoring.prompts import scored_rows
 from moonshard.serving.engine.stage import Stage
-from moonshard.serving.engine.steps import Step, StepKind, StepShapes
+from moonshard.serving.engine.steps import ProgramKey, Step, StepKind, StepShapes
+from moonshard.sharding.crossing import Crossing, Turns, crossing
 
+type Slots = frozenset[tuple[int, int]]  # as (partition, slot)
 NO_DRAWS = np.zeros((0, DRAWN_COLUMNS), np.int32)
 
 
@@ -31,9 +35,9 @@ NO_DRAWS = np.zeros((0, DRAWN_COLUMNS), np.int32)
 class Launched:
     """A step in flight, and what it gives, still on the devices.
 
-    For a step with draws, the packed draws; for one without, what is ready once the step has run. For an export its
-    blocks, by stage; for a land, by stage, a number that is ready once the blocks have landed. Nothing for the kinds
-    whose end nobody waits for.
+    For a step with draws, the packed draws, where the last stage is; for one without, what is ready once the step has
+    run. For an export its blocks, by stage; for a land, by stage, a number that is ready once the blocks have landed.
+    Nothing for the kinds whose end nobody waits for.
     """
 
     step: Step
@@ -65,20 +69,27 @@ class Drawn:
 
 @dataclass(frozen=True, slots=True)
 class _Due:
-    """Draws that the first stage has not taken yet, and their slots as (partition, slot)."""
+    """Draws that the first stage has not taken yet, and their slots."""
 
-    slots: frozenset[tuple[int, int]]
+    slots: Slots
     sampling: np.ndarray  # of the step that drew them
-    newest: jax.Array  # of each row
+    newest: jax.Array | None  # of each row, where the last stage is
 
 
 class Programs:
     """The stages of a worker, on which a device thread runs steps. All of them have the same shapes of steps."""
 
     def __init__(self, prepared: PreparedPrograms, stages: Sequence[Stage]):
+        """`stages`: those that have devices of this process. A crossing to or from another is compiled here."""
         self.prepared = prepared
         self.shapes = prepared.shapes
         self.stages = tuple(stages)
+        blueprints, here = prepared.blueprints, iter(stages)
+        self._all = [next(here) if blueprint.is_here else None for blueprint in blueprints]
+        turns: Turns = {}
+        first, last = blueprints[0], blueprints[-1]
+        self._onward = [_onward(before, after, turns) for before, after in itertools.pairwise(blueprints)]
+        self._back = crossing(last.part.mesh, first.part.mesh, first.newest, turns)
         ends = list(itertools.accumulate(stage.blueprint.num_page_layers for stage in stages))
         self._layers = [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
         self._layouts = {key: self.shapes.layout(*key) for key in ((StepKind.LOAD, 0), (StepKind.DRAW, 0))}
@@ -95,6 +106,16 @@ class Programs:
         drafts = [None if part.draft is None else part.draft.weights for part in parts]
         stages = [Stage(b, part.weights, prepared.of(i), drafts[i]) for i, (b, part) in enumerate(built)]
         return cls(prepared, stages)
+
+    @property
+    def num_stages(self) -> int:
+        """Of the worker, wherever they are."""
+        return len(self._all)
+
+    @property
+    def has_last(self) -> bool:
+        """Whether the last stage, which draws, is here."""
+        return self._all[-1] is not None
 
     def launch(self, step: Step) -> Launched:
         """Enqueues a step and returns without waiting for it; before its draws it waits for what their masks need."""
@@ -148,30 +169,44 @@ class Programs:
         """Runs a step through all stages, then what follows on the last: scores, draws, a draft model's guesses."""
         slots = self._slots(step)
         self._note_due(slots)
-        result = None
-        for stage in self.stages:
-            result = stage.run(step.kind, step.bucket, step.metadata, result)
-        assert result is not None  # there is a stage
-        last = self.stages[-1]
+        result, last = self._through_all(step), self._all[-1]
+        if last is None:
+            self._expect_draws(step, slots, None)
+            return Launched(step, (result,))
         scores = None if step.scoring is None else last.score(step.bucket, step.scoring, result)
-        draws = None if step.sampling is None else self._draw(step, step.sampling, slots)
+        draws = None if step.sampling is None else self._draw(last, step, step.sampling, slots)
         guesses = None
         if step.guessing is not None:
             guesses = last.guess(step.kind, step.bucket, step.metadata, step.guessing, draws)
         return Launched(step, (result if draws is None else draws,), scores, guesses if step.num_ahead else None)
 
-    def _draw(self, step: Step, sampling: np.ndarray, slots: frozenset[tuple[int, int]]) -> jax.Array:
-        """The packed draws; the first stage will have to take them."""
+    def _through_all(self, step: Step) -> jax.Array:
+        """What the last stage gives; or, where that is elsewhere, what is ready once this process has done its part."""
+        result = None
+        for stage, onward in itertools.zip_longest(self._all, self._onward):
+            if stage is not None:
+                result = stage.run(step.kind, step.bucket, step.metadata, result)
+            if onward is not None:
+                result = onward[step.kind, step.bucket](result)
+        assert result is not None  # there is a stage
+        return result
+
+    def _draw(self, last: Stage, step: Step, sampling: np.ndarray, slots: Slots) -> jax.Array:
+        """The packed draws."""
         kind = StepKind.ACCEPT if step.kind is StepKind.VERIFY else StepKind.DRAW
         masks = None if step.allowed is None else step.allowed()
-        draws, newest = self.stages[-1].draw(kind, sampling, masks)
-        if newest is not None and slots:
-            self._due.append(_Due(slots, sampling[:, : self._layouts[StepKind.DRAW, 0].size], newest))
+        draws, newest = last.draw(kind, sampling, masks)
+        self._expect_draws(step, slots, newest)
         return draws
 
-    def _slots(self, step: Step) -> frozenset[tuple[int, int]]:
+    def _expect_draws(self, step: Step, slots: Slots, newest: jax.Array | None) -> None:
+        """The first stage will have to take what was drawn for these slots. There are none with a single stage."""
+        if step.sampling is not None and slots:
+            self._due.append(_Due(slots, step.sampling[:, : self._layouts[StepKind.DRAW, 0].size], newest))
+
+    def _slots(self, step: Step) -> Slots:
         """The slots whose next input token the step reads or writes; none where a single stage draws and reads it."""
-        if len(self.stages) == 1:
+        if self.num_stages == 1:
             return frozenset()
         if step.kind is StepKind.LOAD:
             slots = self._layouts[StepKind.LOAD, 0].views(step.metadata)["slot"]
@@ -183,11 +218,14 @@ class Programs:
         partitions, rows = (slots < self.shapes.slots_per_partition).nonzero()
         return frozenset(zip(partitions.tolist(), slots[partitions, rows].tolist(), strict=True))
 
-    def _note_due(self, slots: frozenset[tuple[int, int]]) -> None:
+    def _note_due(self, slots: Slots) -> None:
         """Before a step of these slots, lets the first stage take what was drawn for them, and every older draw."""
         last = max((index for index, due in enumerate(self._due) if due.slots & slots), default=-1)
         for due in self._due[: last + 1]:
-            self.stages[0].note(due.sampling, due.newest)
+            newest, first = self._back(due.newest), self._all[0]
+            if first is not None:
+                assert newest is not None  # there
+                first.note(due.sampling, newest)
         del self._due[: last + 1]
 
     def _land(self, step: Step, payload: np.ndarray) -> list[jax.Array]:
@@ -195,6 +233,12 @@ class Programs:
             stage.land(step.bucket, step.metadata, payload[:, layers], step.partition)
             for stage, layers in zip(self.stages, self._layers, strict=True)
         ]
+
+
+def _onward(before: Blueprint, after: Blueprint, turns: Turns) -> dict[ProgramKey, Crossing]:
+    """How activations come from a stage to the next, by the step that has them."""
+    sizes = {key: after.stream(*key) for key in after.shapes.programs if key[0] in INPUTS}
+    return {key: crossing(before.part.mesh, after.part.mesh, size, turns) for key, size in sizes.items()}
 
 
 def _with_others(drawn: Drawn, launched: Launched) -> Drawn:

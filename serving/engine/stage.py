@@ -40,16 +40,15 @@ class Stage:
         self.weights = weights
         self.programs = programs
         self.state = blueprint.empty_state()
-        self._by_partition = blueprint.by_partition
         self._any_token = {kind: _any_token(blueprint, kind) for kind in _DRAWS if (kind, 0) in blueprint.keys}
 
     def run(self, kind: StepKind, bucket: int, packed: np.ndarray, hidden: jax.Array | None) -> jax.Array:
         """A prefill, a decode or a verification.
 
         Returns the activations; of a decode or a verification the last stage gives a number instead, that is ready once
-        it has run. `hidden` are the activations of the stage before, on any mesh; None on the first.
+        it has run. `hidden` are the activations of the stage before, on this one's mesh; None on the first.
         """
-        before = () if hidden is None else (jax.device_put(hidden, self._by_partition),)
+        before = () if hidden is None else (hidden,)
         state, program = self.state, self.programs[kind, bucket]
         given = (self.weights, state.pages, state.logits, state.last_token, packed, *before)
         pages, logits, result, self._features = program(*given)
@@ -88,9 +87,11 @@ class Stage:
         return self.programs[StepKind.SCORE, bucket](self.weights, packed, rows)
 
     def note(self, packed: np.ndarray, newest: jax.Array) -> None:
-        """On the first stage: what the last one drew becomes the input of the slots' next decode step."""
-        given = jax.device_put(newest, self._by_partition)
-        self.state = self.state._replace(last_token=self.programs[_NOTE](self.state.last_token, packed, given))
+        """On the first stage: what the last one drew becomes the input of the slots' next decode step.
+
+        `newest`: on this stage's mesh.
+        """
+        self.state = self.state._replace(last_token=self.programs[_NOTE](self.state.last_token, packed, newest))
 
     def load(self, packed: np.ndarray) -> None:
         state = self.state

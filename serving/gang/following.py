@@ -42,11 +42,15 @@ class _FollowedPrograms:
         return self.programs.launch(step)
 
     def fetch(self, launched: Launched) -> Drawn | np.ndarray | None:
-        """What was drawn, as the devices gave it: whose row is whose only the leader knows. Of an export its blocks."""
+        """What was drawn, as the devices gave it: whose row is whose only the leader knows. Of an export its blocks.
+
+        Nothing is drawn without the last stage.
+        """
         if launched.step.kind is StepKind.EXPORT:
             return self.programs.fetch(launched)
         jax.block_until_ready((launched.results, launched.scores, launched.guesses))
-        return None if launched.step.sampling is None else np.asarray(launched.results[0])
+        is_drawn = launched.step.sampling is not None and self.programs.has_last
+        return np.asarray(launched.results[0]) if is_drawn else None
 
 
 class Steps:

@@ -42,9 +42,20 @@ class Follower:
 class Gang:
     """Its followers and what they are told. On the event loop, but for `tell`."""
 
-    def __init__(self, num_members: int, made_of: asyncio.Task[dict[str, str]], *, timeout_s: float):
-        """`made_of`: what all members must have alike, by its name in words; its error is raised by `gather`."""
+    def __init__(
+        self,
+        num_members: int,
+        made_of: asyncio.Task[dict[str, str]],
+        *,
+        timeout_s: float,
+        num_drawing: int | None = None,
+    ):
+        """`made_of`: what all members must have alike, by its name in words; its error is raised by `gather`.
+
+        `num_drawing`: as of `members.num_drawing`; None: all.
+        """
         self.num_members = num_members
+        self._num_drawing = num_drawing or num_members
         self._made_of = made_of
         self._timeout_s = timeout_s
         self._followers: dict[int, Follower] = {}
@@ -135,13 +146,13 @@ class Gang:
             follower.outbox.put_nowait(encoded)
 
     def _compare(self, number: int, digest: bytes, who: str) -> None:
-        """Every member draws all tokens: from the same logits the same."""
+        """Every member that draws draws all tokens: from the same logits the same."""
         said = self._drawn.setdefault(number, {})
         said.setdefault(digest, []).append(who)
         if len(said) > 1:
             groups = "; ".join(", ".join(names) for names in said.values())
             self._fail(GangFault(f"members drew different tokens in step {number}: {groups}"))
-        elif len(said[digest]) == self.num_members or len(self._drawn) > MAX_DIGESTS:
+        elif len(said[digest]) == self._num_drawing or len(self._drawn) > MAX_DIGESTS:
             self._drawn.popitem(last=False) if len(self._drawn) > MAX_DIGESTS else self._drawn.pop(number)
 
     def _fail(self, error: Exception) -> None:

@@ -5,7 +5,7 @@ import os
 import sys
 from dataclasses import dataclass, replace
 
-from moonshard.serving.config.keys import Config, ConfigError, WorkerRole, processes_of
+from moonshard.serving.config.keys import Config, ConfigError, WorkerRole, mesh_of, processes_of
 from moonshard.serving.config.reading import as_overrides
 
 ANYWHERE = ("0.0.0.0", "::")
@@ -35,6 +35,11 @@ def member_of(config: Config, role: WorkerRole, index: int, leader: str | None) 
             ["--leader: member 0 has none" if leader else f"--leader: where member {index} finds member 0"]
         )
     return Member(index, num_members, leader)
+
+
+def num_drawing(config: Config, role: WorkerRole) -> int:
+    """How many members draw tokens: the first ones, which have the last stage (`sharding.mesh.build_mesh`)."""
+    return max(1, processes_of(config, role) // mesh_of(config, role).pipe)
 
 
 def made_of(config: Config, role: WorkerRole) -> dict[str, str]:

@@ -28,7 +28,7 @@ from moonshard.serving.deploy.life import FAILED_EXIT_CODE, Life, stop_signals
 from moonshard.serving.deploy.startup import STARTUP_EXIT_CODE, ProcessStart
 from moonshard.serving.deploy.status_pipe import Status
 from moonshard.serving.gang.leader import Gang
-from moonshard.serving.gang.members import GangFault, Member, end_at_once, made_of, meet
+from moonshard.serving.gang.members import GangFault, Member, end_at_once, made_of, meet, num_drawing
 from moonshard.serving.observe.rows.recorder import Recorder, recording
 from moonshard.serving.observe.rows.schema import STARTS, STEPS
 from moonshard.serving.observe.rows.steps import NO_STEPS, RecordedSteps
@@ -82,7 +82,8 @@ async def _run(config: Config, role: WorkerRole, life: Life) -> int:
     gang = None
     if (num_members := processes_of(config, role)) > 1:
         own = asyncio.create_task(asyncio.to_thread(made_of, config, role))
-        gang = Gang(num_members, own, timeout_s=config.worker.gang_timeout_s)
+        drawing = num_drawing(config, role)
+        gang = Gang(num_members, own, timeout_s=config.worker.gang_timeout_s, num_drawing=drawing)
     async with _listening(config, role, transports, key, ready, gang) as server:
         address = host_port(config.worker.host, server.port)
         life.status("listening", {"address": address})

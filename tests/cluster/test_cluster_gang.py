@@ -1,8 +1,9 @@
-"""A worker of two processes says what the reference says, and whatever becomes of a member, it comes back whole."""
+"""A worker of several processes says what the reference says, and whatever becomes of a member, it comes back whole."""
 
 import os
 import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import psutil
 import pytest
@@ -18,6 +19,8 @@ pytestmark = [pytest.mark.xdist_group("cluster"), pytest.mark.timeout(600)]
 GANG = {**AGGREGATED, "decode.processes": 2, "worker.gang_timeout_s": 2.0}
 BY_PARTITION = {"decode.mesh.data": 2}
 WITHIN = {"decode.mesh.tensor": 2}
+STAGES = {"decode.mesh.pipe": 2}
+OF_4 = {"decode.processes": 4}
 BOTH = {"decode.mesh.data": 2, "decode.mesh.tensor": 2}
 
 
@@ -40,18 +43,33 @@ def is_up(cluster: Cluster) -> bool:
         pytest.param(BY_PARTITION, id="data 2", marks=pytest.mark.slow),
         pytest.param(WITHIN, id="tensor 2", marks=pytest.mark.slow),
         pytest.param({"decode.mesh.expert": 4}, id="expert 4", marks=pytest.mark.slow),
+        pytest.param(STAGES, id="pipe 2", marks=pytest.mark.slow),
+        pytest.param({**STAGES, **WITHIN}, id="pipe 2 tensor 2", marks=pytest.mark.slow),
+        pytest.param({**STAGES, **WITHIN, **OF_4}, id="pipe 2 tensor 2 of 4", marks=pytest.mark.slow),
+        pytest.param({**STAGES, **BY_PARTITION, **OF_4}, id="pipe 2 data 2 of 4", marks=pytest.mark.slow),
+        pytest.param({"decode.mesh.pipe": 4}, id="pipe 4", marks=pytest.mark.slow),
     ],
 )
 def test_a_gang_says_what_the_reference_says_and_ends_in_order(mesh: dict[str, int]):
-    with running(**GANG, **mesh) as cluster:
-        [follower] = followers(cluster)
+    with running(**{**GANG, **mesh}) as cluster:
+        there = followers(cluster)
+        assert len(there) == mesh.get("decode.processes", 2) - 1
         answers(cluster)
         with cluster.http() as http:
             asked = {"model": "kimi_k2", "prompt": PROMPTS[0], "max_tokens": 24, "seed": 5, "echo": True, "logprobs": 2}
             told = http.post("/v1/completions", json=asked).json()
             assert len(told["choices"][0]["logprobs"]["token_logprobs"]) == len(PROMPTS[0]) + 24
-        assert followers(cluster) == [follower]
-    assert not psutil.pid_exists(follower)
+        answer_at_once(cluster)
+        assert followers(cluster) == there
+        assert cluster.is_as_it_began()
+    assert not any(map(psutil.pid_exists, there))
+
+
+def answer_at_once(cluster: Cluster) -> None:
+    """Requests that are served together say what each says by itself: stages run steps of unlike slots at once."""
+    with ThreadPoolExecutor(8) as threads:
+        found = threads.map(lambda prompt: answers(cluster, [prompt]), [*PROMPTS, *PROMPTS])
+        assert len(list(found)) == 2 * len(PROMPTS)
 
 
 def test_a_killed_follower_ends_the_gang_at_once_and_it_comes_back():
@@ -68,11 +86,21 @@ def test_a_killed_follower_ends_the_gang_at_once_and_it_comes_back():
 
 
 GUESSING = {"speculation.method": '["grammar", "eagle3", "lookup"]'}
+WITHOUT_DRAFT = {"speculation.method": '["grammar", "lookup"]'}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("guesses", [{}, GUESSING], ids=["alone", "guessing"])
-@pytest.mark.parametrize("mesh", [BY_PARTITION, WITHIN], ids=["data 2", "tensor 2"])
+@pytest.mark.parametrize(
+    ("mesh", "guesses"),
+    [
+        pytest.param(BY_PARTITION, {}, id="data 2"),
+        pytest.param(BY_PARTITION, GUESSING, id="data 2 guessing"),
+        pytest.param(WITHIN, {}, id="tensor 2"),
+        pytest.param(WITHIN, GUESSING, id="tensor 2 guessing"),
+        pytest.param(STAGES, {}, id="pipe 2"),
+        pytest.param(STAGES, WITHOUT_DRAFT, id="pipe 2 guessing"),
+    ],
+)
 def test_a_gang_keeps_to_grammars_and_says_what_one_process_says(mesh: dict[str, int], guesses: dict[str, str]):
     """The embedded model's JSON, drawn at a temperature."""
     embedded = {"model.path": embedded_model_path(), **guesses}

@@ -69,6 +69,20 @@ def assert_handed_over(cluster: Cluster) -> None:
                     "decode.mesh.tensor": 2,
                 },
                 "tensor 2 to one process": {**PREFILL_GANG, "prefill.mesh.tensor": 2},
+                "pipe 2 to data 2": {**BOTH_GANGS, "prefill.mesh.pipe": 2, "decode.mesh.data": 2},
+                "tensor 2 to pipe 2 tensor 2": {
+                    **BOTH_GANGS,
+                    "prefill.mesh.tensor": 2,
+                    "decode.mesh.pipe": 2,
+                    "decode.mesh.tensor": 2,
+                },
+                "pipe 2 tensor 2 of 4 processes to pipe 2": {
+                    **BOTH_GANGS,
+                    "prefill.processes": 4,
+                    "prefill.mesh.pipe": 2,
+                    "prefill.mesh.tensor": 2,
+                    "decode.mesh.pipe": 2,
+                },
                 "one process to tensor 2": {**DECODE_GANG, "decode.mesh.tensor": 2},
                 "two devices of one process to tensor 2": {
                     **DECODE_GANG,
@@ -82,7 +96,7 @@ def assert_handed_over(cluster: Cluster) -> None:
 def test_workers_of_several_processes_say_what_the_reference_says(arranged: dict[str, object]):
     with running(**arranged) as cluster:
         for role in ("prefill", "decode"):
-            assert len(followers(cluster, role)) == int(f"{role}.processes" in arranged)
+            assert len(followers(cluster, role)) == int(str(arranged.get(f"{role}.processes", 1))) - 1
         answers(cluster)
         assert_handed_over(cluster)
 

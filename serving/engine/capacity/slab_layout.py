@@ -1,9 +1,10 @@
 """How a worker's slab holds blocks: which device of a partition has which part of a block's layers and tokens."""
 
+import itertools
 from collections.abc import Sequence
 
 from moonshard.models.spec import KvGroup
-from moonshard.sharding.layout import BlockShape, Layout, tile_group
+from moonshard.sharding.layout import BlockShape, GroupLayout, Layout, tile_group
 from moonshard.sharding.shard import ALONE, Shard
 
 LAYOUT_VERSION = 1  # of the pages' format: block-major, [layers, tokens, features] within a shard
@@ -41,6 +42,16 @@ def slab_layout(
         for block in blocks
     )
     return Layout(version=LAYOUT_VERSION, groups=tuple(groups_cut))
+
+
+def owners_by_stage(group: GroupLayout, layers_per_stage: Sequence[int]) -> list[list[int]]:
+    """Of each stage the owners of its layers, in the order of the devices that carry their parts.
+
+    Devices that are behind these carry nothing.
+    """
+    ends = list(itertools.accumulate(layers_per_stage))
+    spans = zip([0, *ends], ends, strict=False)
+    return [[s.owner for s in group.shards if start <= s.tile.layers.start < end] for start, end in spans]
 
 
 def _layers_per_owner(layers_per_stage: Sequence[int], num_owners: int) -> list[int]:

@@ -29,7 +29,7 @@ from moonshard.serving.engine.compiled.stage_model import StageDraft, StageModel
 from moonshard.serving.engine.scoring import program
 from moonshard.serving.engine.steps import GUESS_AFTER, STEP_BEFORE, ProgramKey, StepKind, StepLayout, StepShapes
 from moonshard.sharding.arrays import Array, Float, Int
-from moonshard.sharding.mesh import BY_PARTITION, placed, spans_processes
+from moonshard.sharding.mesh import BY_PARTITION, is_here, placed, spans_processes
 
 
 class DeviceState(NamedTuple):
@@ -47,6 +47,7 @@ class Blueprint:
     def __init__(self, part: StageModel, shapes: StepShapes, *, blocks_per_partition: int, block_size: int, dtype: str):
         self.part = part
         self.shapes = shapes
+        self.is_here = is_here(part.mesh)  # else all of it is other processes'
         self._groups = part.model.kv_groups(dtype)
         self.num_page_layers = page_layers(self._groups, part.layers)
         if part.draft is not None:
@@ -93,12 +94,12 @@ class Blueprint:
         packed = self._cut(self.shapes.num_partitions, row)
         match kind:
             case StepKind.PREFILL | StepKind.DECODE | StepKind.VERIFY:
-                hidden = () if self.part.is_first else (self._stream(kind, bucket),)
+                hidden = () if self.part.is_first else (self.stream(kind, bucket),)
                 return (self.part.weights, state.pages, state.logits, state.last_token, packed, *hidden)
             case StepKind.DRAW | StepKind.ACCEPT:
                 return (state.slots, state.last_token, state.logits, packed, self.any_token(kind))
             case StepKind.NOTE:
-                return (state.last_token, packed, self._cut(self._num_rows))
+                return (state.last_token, packed, self.newest)
             case StepKind.LOAD:
                 return (state.slots, state.last_token, packed)
             case StepKind.COPY | StepKind.EXPORT:
@@ -106,7 +107,7 @@ class Blueprint:
             case StepKind.LAND:
                 return (state.pages, packed, self._payload(bucket))
             case StepKind.SCORE:
-                return (self.part.weights, packed, self._stream(StepKind.PREFILL, bucket))
+                return (self.part.weights, packed, self.stream(StepKind.PREFILL, bucket))
             case StepKind.GUESS_PREFILL | StepKind.GUESS_DECODE | StepKind.GUESS_VERIFY:
                 return self._given_to_guess(kind, bucket)
 
@@ -116,7 +117,7 @@ class Blueprint:
         state = self._abstract_state()
         given = self._cut(self.shapes.num_partitions, self.shapes.layout(behind, bucket).size)
         own = self._cut(self.shapes.num_partitions, self.shapes.layout(kind, bucket).size)
-        features = self._stream(behind, bucket, draft.model.feature_size)
+        features = self.stream(behind, bucket, draft.model.feature_size)
         positions = self.shapes.q_len if kind is StepKind.GUESS_VERIFY else 0
         columns = draws.DRAWN_COLUMNS * (positions or 1) + (1 if positions else 0)
         drawn = state.last_token if kind is StepKind.GUESS_PREFILL else self._draws(columns)
@@ -161,7 +162,12 @@ class Blueprint:
     def _cut(self, *shape: int, dtype: Any = jnp.int32) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=self.by_partition)
 
-    def _stream(self, kind: StepKind, bucket: int, num_features: int | None = None) -> jax.ShapeDtypeStruct:
+    @property
+    def newest(self) -> jax.ShapeDtypeStruct:
+        """The shape of the rows' newest tokens, which come from the last stage to the first."""
+        return self._cut(self._num_rows)
+
+    def stream(self, kind: StepKind, bucket: int, num_features: int | None = None) -> jax.ShapeDtypeStruct:
         """The shape of the activations that come from the stage before, or of so many features of each token."""
         tile = self.shapes.prefill_tile(bucket) if kind is StepKind.PREFILL else 1
         length = self.shapes.q_len if kind is StepKind.VERIFY else tile
@@ -209,7 +215,9 @@ class Blueprint:
 
     @property
     def keys(self) -> tuple[ProgramKey, ...]:
-        """The keys of all programs that the stage runs."""
+        """The keys of all programs that the stage runs here."""
+        if not self.is_here:
+            return ()
         is_first, is_last = self.part.is_first, self.part.is_last
         behind_logits = {StepKind.DRAW, StepKind.ACCEPT, StepKind.SCORE, *GUESS_AFTER.values()}
         own = [key for key in self.shapes.programs if is_last or key[0] not in behind_logits]

@@ -35,7 +35,7 @@ from moonshard.serving.engine.capacity.sizes import (
     shard_of,
     split_stages,
 )
-from moonshard.serving.engine.capacity.slab_layout import slab_layout
+from moonshard.serving.engine.capacity.slab_layout import owners_by_stage, slab_layout
 from moonshard.serving.engine.compiled.blueprint import Blueprint
 from moonshard.serving.engine.compiled.preparation import Preparation
 from moonshard.serving.engine.compiled.prepared import PreparedPrograms
@@ -78,17 +78,22 @@ class LoadedModel:
 
     @property
     def num_stages(self) -> int:
-        return len(self.programs.stages)
+        return self.programs.num_stages
 
     @property
     def held(self) -> tuple[frozenset[int], ...]:
-        """Of each partition the owners of the layout whose devices are this process's. A gang has one stage."""
-        owners = frozenset(shard.owner for shard in self.layout.groups[0].shards)
-        partitions = range(self.pool.num_partitions)
-        if self.num_stages > 1:
-            return tuple(owners for _ in partitions)
-        [stage] = self.programs.stages
-        return tuple(owners.intersection(stage.shards.own_parts(partition)) for partition in partitions)
+        """Of each partition the owners of the layout whose devices are this process's."""
+        stages = [blueprint.shards for blueprint in self.programs.prepared.blueprints]
+        owners = owners_by_stage(self.layout.groups[0], [stage.num_layers for stage in stages])
+        return tuple(
+            frozenset(
+                owner
+                for stage, own in zip(stages, owners, strict=True)
+                for part, owner in enumerate(own)
+                if part in stage.own_parts(partition)
+            )
+            for partition in range(self.pool.num_partitions)
+        )
 
     @property
     def block_bytes(self) -> int:
@@ -216,7 +221,7 @@ def _load_model(
             model.kv_groups(dtype),
             config.kv.block_size,
             shard,
-            [stage.blueprint.num_page_layers for stage in programs.stages],
+            [blueprint.num_page_layers for blueprint in prepared.blueprints],
         ),
         preparation=preparation,
         load_s=timings.now_s - begun_s - compile_s,
@@ -299,12 +304,13 @@ def _load_stages(
     progress: Progress,
     timings: Timings,
 ) -> list[Stage]:
-    """Every stage with its weights and its pages on its own mesh. Returns once these are there."""
-    blueprints, found = prepared.blueprints, list[Any]()
+    """Every stage that is here, with its weights and its pages on its own mesh. Returns once these are there."""
+    num_stages, found = len(prepared.blueprints), list[Any]()
     begun_s, read_s = timings.now_s, list[float]()
-    parts = [blueprint.part for blueprint in blueprints]
-    for index, part in enumerate(parts):
-        which = f" of stage {index + 1} of {len(blueprints)}" if len(blueprints) > 1 else ""
+    here = [(index, blueprint) for index, blueprint in enumerate(prepared.blueprints) if blueprint.is_here]
+    parts = [blueprint.part for _, blueprint in here]
+    for (index, _), part in zip(here, parts, strict=True):
+        which = f" of stage {index + 1} of {num_stages}" if num_stages > 1 else ""
         found.append(
             weights.load(
                 part.declared(),
@@ -324,8 +330,8 @@ def _load_stages(
     jax.block_until_ready((found, drafts))
     timings.divide(begun_s, reading=sum(read_s), placing=timings.now_s - begun_s - sum(read_s))
     with timings.phase("pages"):
-        built = enumerate(zip(blueprints, found, drafts, strict=True))
-        return [Stage(blueprint, loaded, prepared.of(index), own) for index, (blueprint, loaded, own) in built]
+        built = zip(here, found, drafts, strict=True)
+        return [Stage(blueprint, loaded, prepared.of(index), own) for (index, blueprint), loaded, own in built]
 
 
 def backend_for(platform: str, machine: Machine | None = None) -> moe.Backend:

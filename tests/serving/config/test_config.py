@@ -429,10 +429,13 @@ def test_configurations_are_immutable():
         ),
         (["mode=disaggregated", "decode.mesh.tensor=2", "kv.transport=grpc"], "decode.processes: a gang hands KV over"),
         (
-            ["mode=disaggregated", "decode.mesh.tensor=2", "prefill.processes=2", "prefill.mesh.pipe=2"],
-            "prefill.processes: a gang has no stages; prefill.mesh.pipe is 2",
+            ["mode=disaggregated", "decode.mesh.tensor=2", "prefill.processes=2", "prefill.mesh.pipe=3"],
+            "prefill.processes: 2 do not divide the 3 devices of prefill.mesh",
         ),
-        (["decode.mesh.pipe=2"], "decode.processes: a gang has no stages; decode.mesh.pipe is 2"),
+        (
+            ["decode.mesh.pipe=3", "decode.mesh.tensor=2"],
+            "decode.processes: 2 with 3 devices each would cut through the 3 stages of 2 of decode.mesh",
+        ),
         (["decode.mesh.data=2", "kv.store.enabled=true"], "decode.processes: a gang keeps no KV beyond"),
         (["decode.mesh.data=2", "worker.host=10.0.0.1"], "worker.host: 10.0.0.1 opens the collectives of a gang"),
     ],
@@ -446,5 +449,7 @@ def test_what_a_gang_cannot_do_is_refused_by_its_key(overrides: list[str], fault
 def test_a_gang_is_let_through_where_it_can_serve():
     asked = ["mode=aggregated", "decode.processes=2", "decode.mesh.data=2", "prefill.processes=3"]
     assert load_config(None, asked).decode.processes == 2  # [prefill] has no worker then
+    for stages in (["decode.mesh.pipe=2"], ["decode.mesh.pipe=2", "decode.mesh.tensor=2", "decode.processes=4"]):
+        assert load_config(None, [*asked, "decode.mesh.data=1", *stages]).decode.mesh.pipe == 2
     fenced = [*asked, "worker.host=10.0.0.1", "kv.network_fence=nft rules of the rack"]
     assert load_config(None, fenced).worker.host == "10.0.0.1"

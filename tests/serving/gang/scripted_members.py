@@ -19,13 +19,15 @@ HANG_S = 30.0
 
 
 @asynccontextmanager
-async def leading(num_members: int, *, timeout_s: float = HANG_S) -> AsyncIterator[tuple[Gang, str]]:
+async def leading(
+    num_members: int, *, timeout_s: float = HANG_S, num_drawing: int | None = None
+) -> AsyncIterator[tuple[Gang, str]]:
     """A gang without its model, and where it listens."""
 
     async def made_of() -> dict[str, str]:
         return MADE_OF
 
-    gang = Gang(num_members, asyncio.create_task(made_of()), timeout_s=timeout_s)
+    gang = Gang(num_members, asyncio.create_task(made_of()), timeout_s=timeout_s, num_drawing=num_drawing)
     server = build_server(
         host="127.0.0.1",
         port=0,

@@ -146,6 +146,24 @@ async def test_members_that_draw_unlike_tokens_end_the_gang_and_are_told_apart()
         assert not gang._drawn.keys() & {0, 1, 2}  # what all have said is forgotten
 
 
+async def test_members_without_the_last_stage_are_not_waited_for_to_draw():
+    async with (
+        leading(3, num_drawing=2) as (gang, address),
+        following(address, 1) as first,
+        following(address, 2) as second,
+    ):
+        await gang.gather(LONG_S)
+        for number in range(3):
+            gang.drew(number, b"same")
+            await second.say(done=link_pb2.FollowerDone(number=number))
+            await first.say(done=link_pb2.FollowerDone(number=number, drawn=b"same"))
+        await first.ready()
+        await second.ready()
+        await gang.wait_ready(LONG_S)
+        assert not gang._drawn
+        assert not gang.failed.done()
+
+
 async def test_an_answer_that_nobody_asked_for_ends_the_gang():
     async with AsyncExitStack() as stack:
         gang, (first,) = await a_gang(stack, 2, LONG_S)
