@@ -8,7 +8,7 @@ import re
 from collections import Counter
 from urllib.parse import urlsplit
 
-from moonshard.rpc.addresses import is_address
+from moonshard.rpc.addresses import host_port, is_address
 from moonshard.serving.config.keys import (
     MAX_DEVICES,
     Config,
@@ -16,6 +16,7 @@ from moonshard.serving.config.keys import (
     KvConfig,
     TelemetryConfig,
     TlsConfig,
+    WorkerConfig,
     embedded_model_path,
     kv_host_of,
 )
@@ -163,13 +164,24 @@ def _registry_faults(config: Config) -> list[str]:
             faults.append('gateway.workers: with gateway.registry = "grpc" workers name themselves; leave it empty')
         if gateway.registry_port in (gateway.port, gateway.grpc_port) and gateway.registry_port:
             faults.append(f"gateway.registry_port: {gateway.registry_port} is the port of a front too; take another")
-    named = [g for g in worker.gateways if is_address(g)]
-    elsewhere = [g for g in named if not is_loopback(g.rpartition(":")[0].strip("[]"))]
-    if worker.gateways and worker.host in ("0.0.0.0", "::"):
-        faults.append(f"worker.host: gateways reach no worker at {worker.host}; name the address of this machine")
-    elif elsewhere and is_loopback(worker.host):
-        faults.append(f"worker.host: {elsewhere[0]} may be another machine, which reaches no worker at {worker.host}")
-    return faults
+    return faults + _announced_faults(worker)
+
+
+def _announced_faults(worker: WorkerConfig) -> list[str]:
+    """Whether gateways with which a worker registers reach it where it says that it is."""
+    hosts = {"worker.host": worker.host, "worker.announced_host": worker.announced_host or worker.host}
+    announced = hosts["worker.announced_host"]
+    if not is_address(host_port(announced, 1)):
+        return [f"worker.announced_host: expected a host, got {announced!r}"] if worker.announced_host else []
+    if worker.gateways and announced in ("0.0.0.0", "::"):
+        key = next(key for key, host in hosts.items() if host == announced)
+        return [f"{key}: gateways reach no worker at {announced}; name the address of this machine"]
+    named = (g for g in worker.gateways if is_address(g))
+    elsewhere = next((g for g in named if not is_loopback(g.rpartition(":")[0].strip("[]"))), None)
+    here = next((key for key, host in hosts.items() if is_loopback(host)), None)
+    if elsewhere is None or here is None:
+        return []
+    return [f"{here}: {elsewhere} may be another machine, which reaches no worker at {hosts[here]}"]
 
 
 def _browser_faults(gateway: GatewayConfig) -> list[str]:

@@ -135,6 +135,7 @@ class WorkerConfig:
     # host:port of the registries of gateways, with which a worker of any role registers: of a name, all its addresses,
     # which are looked up again and again; empty: gateways are told of it
     gateways: tuple[Text, ...] = ()
+    announced_host: Text | None = None  # by which gateways then call it, as certificates have it; auto: worker.host
     # which programs are there before a worker is ready: those without which nothing is served, while those of smaller
     # steps are made behind as they are asked for; what a first short request needs too; or all, so that no step that is
     # measured takes a larger one's
@@ -381,7 +382,7 @@ def with_worker_at(config: Config, role: WorkerRole, host: str, port: int) -> Co
     """The same for one worker of that role, at that place; the ports of the other roles are free ones."""
     return replace(
         config,
-        worker=replace(config.worker, host=host, port=port if role == "both" else 0),
+        worker=replace(config.worker, host=host, port=port if role == "both" else 0, announced_host=None),
         prefill=replace(config.prefill, port=port if role == "prefill" else 0),
         decode=replace(config.decode, port=port if role == "decode" else 0),
     )
@@ -390,6 +391,11 @@ def with_worker_at(config: Config, role: WorkerRole, host: str, port: int) -> Co
 def kv_host_of(config: Config) -> str:
     """The name by which peers reach this machine's KV."""
     return config.kv.host or config.worker.host
+
+
+def announced_host_of(config: Config) -> str:
+    """The host by which gateways call a worker that registers with them."""
+    return config.worker.announced_host or config.worker.host
 
 
 def roles_of(config: Config) -> tuple[WorkerRole, ...]:

@@ -60,7 +60,7 @@ def made_of(config: Config, role: WorkerRole) -> dict[str, str]:
 
 def _shared(config: Config) -> Config:
     """Without what says only where a process is, and to whom its leader tells that."""
-    worker = replace(config.worker, host="", port=0, gateways=())
+    worker = replace(config.worker, host="", port=0, gateways=(), announced_host=None)
     prefill, decode = replace(config.prefill, port=0), replace(config.decode, port=0)
     cluster = replace(config.cluster, key_file=None)  # who joins has proved that it has the same key
     kv = replace(config.kv, host=None)

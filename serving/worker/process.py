@@ -21,7 +21,7 @@ from moonshard.rpc import link_pb2
 from moonshard.rpc.addresses import host_port
 from moonshard.rpc.server.server import BoundServer, build_server
 from moonshard.serving.config.cluster_key import cluster_key
-from moonshard.serving.config.keys import Config, ConfigError, WorkerRole, port_of, processes_of
+from moonshard.serving.config.keys import Config, ConfigError, WorkerRole, announced_host_of, port_of, processes_of
 from moonshard.serving.config.tls import link_credentials, server_tls
 from moonshard.serving.deploy.heap import importing, keep_for_life, share_one_arena
 from moonshard.serving.deploy.life import FAILED_EXIT_CODE, Life, stop_signals
@@ -110,19 +110,19 @@ async def _run(config: Config, role: WorkerRole, life: Life) -> int:
             ready.set_result(worker)
             opened = functools.partial(openness, config, role, server.port)
             served = ServedWorker(worker, server, drain_timeout_s=life.drain_timeout_s, openness=opened, gang=gang)
-            async with known_to_gateways(config, key, address, worker, life.stop):
+            async with known_to_gateways(config, key, server.port, worker, life.stop):
                 return await life.live(served, name=address, recorder=recorder)
 
 
 @contextlib.asynccontextmanager
 async def known_to_gateways(
-    config: Config, key: bytes, address: str, worker: "Worker", stop: asyncio.Event
+    config: Config, key: bytes, port: int, worker: "Worker", stop: asyncio.Event
 ) -> AsyncIterator[None]:
-    """The worker is ready: the gateways of `worker.gateways` know of it inside the block.
+    """The worker is ready, at `port`: the gateways of `worker.gateways` know of it inside the block.
 
     ConfigError, once `stop` has ended the block, where they reach another process at this one's address.
     """
-    faults = list[str]()
+    address, faults = host_port(announced_host_of(config), port), list[str]()
 
     def taken(told: str) -> None:
         if not worker.was_reached:  # else it is where it says, and that gateway is led astray

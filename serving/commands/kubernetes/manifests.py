@@ -29,9 +29,9 @@ def manifests(
 ) -> int:
     """Write Kubernetes manifests of the deployment that the configuration describes.
 
-    A LeaderWorkerSet for each kind of worker, a Deployment for the gateway, and what they need. Paths in the
-    configuration are those of the pods, but for tls.cert, tls.key, tls.ca, gateway.keys and cluster.key_file, which are
-    files of this machine and become Secrets.
+    A LeaderWorkerSet for each kind of worker, with a pod for each of its processes, a Deployment for the gateway, and
+    what they need. Paths in the configuration are those of the pods, but for tls.cert, tls.key, tls.ca, gateway.keys
+    and cluster.key_file, which are files of this machine and become Secrets.
 
     Args:
         out: the folder to write them to, for `kubectl apply -f`.
@@ -41,7 +41,7 @@ def manifests(
         gateways: how many gateways answer behind the Service.
         volume: a PersistentVolumeClaim, and the folder where pods whose paths lie there have it. May be repeated.
         device: the extended resource, for example nvidia.com/gpu, of which a worker's pod asks for one per device of
-            its mesh. By default for none: workers compute on CPUs.
+            its mesh, or of its part of that. By default for none: workers compute on CPUs.
         secrets: also write the Secrets, with the contents of their files, to this file for its owner alone. By default
             nothing of what they hold is written, and the commands are shown that make them.
     """
@@ -90,4 +90,6 @@ def _next_steps(deployment: "Deployment", out: Path, secrets: Path | None) -> st
     from moonshard.serving.deploy.kubernetes.secrets import creation_commands
 
     making = creation_commands(deployment) if secrets is None else [f"kubectl apply -f {secrets}"]
-    return "\n".join([*making, f"kubectl apply -f {out}"]) + "\n"
+    names = " ".join(deployment.certificate_names)
+    noted = [f"# tls.cert must be good for {names}"] if deployment.config.tls.is_complete else []
+    return "\n".join([*noted, *making, f"kubectl apply -f {out}"]) + "\n"

@@ -2,8 +2,10 @@
 
 Of the file that `moonshard serve` reads the addresses change, and the paths of what comes from Secrets; whatever has
 its default is left out. A worker listens at its pod's own address, which no file can name: so it has a name of its own
-in recordings and spans, and KV comes to it by that address, which no resolver remembers from the pod before it. KV that
-goes over gRPC goes to the pod's name, since that is what a certificate can have.
+in recordings and spans, and KV comes to it by that address, which no resolver remembers from the pod before it; so does
+the gateway with which it registers. KV that goes over gRPC goes to the pod's name, and so does a gateway that asks for
+a certificate, since that is what one can have. Where to register only workers are told: of a process that listens on
+loopback, as by the file all do, that would be a fault.
 """
 
 from collections.abc import Iterator
@@ -43,12 +45,14 @@ def file_of(deployment: Deployment) -> str:
 def pods_config(deployment: Deployment) -> Config:
     """What the file says."""
     config = deployment.config
-    has_tls, host = config.tls.is_complete, config.gateway.host
+    has_tls = config.tls.is_complete
     tls = TlsConfig(cert=TLS_FOLDER / CERT, key=TLS_FOLDER / TLS_KEY, ca=TLS_FOLDER / CA) if has_tls else config.tls
+    registry_host = config.gateway.registry_host
     gateway = replace(
         config.gateway,
-        host=EVERYWHERE if is_loopback(host) else host,
+        host=_reachable(config.gateway.host),
         workers=deployment.worker_addresses,
+        registry_host=_reachable(registry_host) if deployment.has_registry else registry_host,
         keys=None if config.gateway.keys is None else TENANTS_FOLDER / TENANTS,
     )
     cluster = replace(config.cluster, key_file=RUN / CLUSTER_KEY)
@@ -58,24 +62,27 @@ def pods_config(deployment: Deployment) -> Config:
 def worker_config(deployment: Deployment, role: WorkerRole) -> Config:
     """What a worker has of it all, with its pod's address and name as `POD_IP` and `POD_NAME`."""
     config = pods_config(deployment)
-    return replace(
-        config,
-        worker=replace(config.worker, host=POD_IP),
-        kv=replace(config.kv, host=_kv_host(deployment, role)),
+    name = f"{POD_NAME}.{deployment.domain(role)}"
+    has_stream = config.mode == "disaggregated" and config.kv.transport == "grpc"
+    is_certified = deployment.has_registry and config.tls.is_complete
+    worker = replace(
+        config.worker,
+        host=POD_IP,
+        gateways=deployment.registries,
+        announced_host=name if is_certified else None,
     )
+    return replace(config, worker=worker, kv=replace(config.kv, host=name if has_stream else None))
 
 
 def worker_overrides(deployment: Deployment, role: WorkerRole) -> list[str]:
     """The arguments with which a worker's pod tells it what the file cannot."""
-    hosts = {"worker.host": POD_IP, "kv.host": _kv_host(deployment, role)}
-    return [word for key, host in hosts.items() if host is not None for word in ("--set", f"{key}={host}")]
+    file = dict(leaves(pods_config(deployment)))
+    told = ((key, value) for key, value in leaves(worker_config(deployment, role)) if value != file[key])
+    return [word for key, value in told for word in ("--set", f"{key}={toml_value(value)}")]
 
 
-def _kv_host(deployment: Deployment, role: WorkerRole) -> str | None:
-    """None: `worker.host`."""
-    config = deployment.config
-    has_stream = config.mode == "disaggregated" and config.kv.transport == "grpc"
-    return f"{POD_NAME}.{deployment.domain(role)}" if has_stream else None
+def _reachable(host: str) -> str:
+    return EVERYWHERE if is_loopback(host) else host
 
 
 def _changed(config: Config) -> Iterator[tuple[str, object]]:

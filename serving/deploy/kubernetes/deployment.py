@@ -7,7 +7,7 @@ from pathlib import Path, PurePosixPath
 from moonshard.rpc.addresses import host_port
 from moonshard.serving.config.keys import Config, WorkerRole, command_of, port_of, roles_of
 
-GATEWAY = "gateway"
+GATEWAY, REGISTRY = "gateway", "registry"
 PART_OF = "moonshard"
 MAX_NAME = 40  # characters; a pod's name adds a role and two numbers, and has at most 63
 
@@ -58,14 +58,37 @@ class Deployment:
         return self.config.prefill.replicas if role == "prefill" else self.config.decode.replicas
 
     def domain(self, role: WorkerRole) -> str:
-        """Under which every worker of the role has its name; resolvers add the cluster's domain."""
-        return f"{self.named(command_of(role))}.{self.namespace}.svc"
+        """Under which every worker of the role has its name."""
+        return self._service_host(command_of(role))
+
+    @property
+    def has_registry(self) -> bool:
+        """Whether workers register; else gateways are told of them."""
+        return self.config.gateway.registry == "grpc"
+
+    @property
+    def registries(self) -> tuple[str, ...]:
+        """host:port of what workers register with: one name for all gateways. Empty where there are none."""
+        registry = host_port(self._service_host(REGISTRY), self.config.gateway.registry_port)
+        return (registry,) if self.has_registry else ()
+
+    @property
+    def certificate_names(self) -> tuple[str, ...]:
+        """What the certificate of [tls] must be good for: the names by which the pods call one another."""
+        registry = (self._service_host(REGISTRY),) if self.has_registry else ()
+        return (*(f"*.{self.domain(role)}" for role in roles_of(self.config)), *registry)
 
     @property
     def worker_addresses(self) -> tuple[str, ...]:
-        """host:port of each worker: of a gang, of the pod that leads it."""
+        """host:port of each worker that gateways are told of: of a gang, of the pod that leads it."""
+        if self.has_registry:
+            return ()
         return tuple(
             host_port(f"{self.named(command_of(role))}-{index}.{self.domain(role)}", port_of(self.config, role))
             for role in roles_of(self.config)
             for index in range(self.num_workers(role))
         )
+
+    def _service_host(self, component: str) -> str:
+        """Resolvers add the cluster's domain."""
+        return f"{self.named(component)}.{self.namespace}.svc"

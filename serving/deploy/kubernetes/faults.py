@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator
 
 from moonshard.serving.config.faults import has_mooncake, joint_faults
-from moonshard.serving.config.keys import Config, port_key, port_of, processes_of, roles_of
+from moonshard.serving.config.keys import Config, port_key, port_of, roles_of
 from moonshard.serving.deploy.kubernetes.configuration import EVERYWHERE, worker_config
 from moonshard.serving.deploy.kubernetes.deployment import GATEWAY, MAX_NAME, Deployment
 from moonshard.serving.deploy.kubernetes.paths import volumes_of, written_paths
@@ -17,8 +17,8 @@ _LABEL = re.compile(r"[a-z]([a-z0-9-]*[a-z0-9])?")  # RFC 1035, as names of Serv
 _EVERY_ADDRESS = (EVERYWHERE, "::")
 _FILLED_IN = {
     "gateway.workers": "they are those of the manifests",
-    "gateway.registry": "workers of manifests have names that stay, and gateways are told of them",
-    "worker.gateways": "gateways are told of workers, and not workers of gateways",
+    "worker.gateways": "where workers register, it is the Service of the manifests",
+    "worker.announced_host": "each pod has its own",
     "kv.host": "each pod has its own",
 }
 
@@ -27,7 +27,7 @@ def deployment_faults(deployment: Deployment, written: frozenset[str]) -> list[s
     """All of them. `written`: the keys that the user has set."""
     config = deployment.config
     faults = [*_name_faults(deployment), *_host_faults(config, written), *_port_faults(config)]
-    faults += [*_key_faults(config), *_store_faults(config), *_path_faults(deployment), *_gang_faults(config)]
+    faults += [*_key_faults(config), *_store_faults(config), *_path_faults(deployment)]
     joint = (fault for role in roles_of(config) for fault in joint_faults(worker_config(deployment, role)))
     ours = tuple(f"{key}:" for key in _FILLED_IN)  # what is wrong with those was wrong with what they are made of
     return faults + [fault for fault in dict.fromkeys(joint) if not fault.startswith(ours)]
@@ -44,7 +44,10 @@ def _name_faults(deployment: Deployment) -> Iterator[str]:
 
 
 def _host_faults(config: Config, written: frozenset[str]) -> Iterator[str]:
-    for key, host in (("gateway.host", config.gateway.host), ("worker.host", config.worker.host)):
+    hosts = {"gateway.host": config.gateway.host, "worker.host": config.worker.host}
+    if config.gateway.registry == "grpc":
+        hosts["gateway.registry_host"] = config.gateway.registry_host
+    for key, host in hosts.items():
         if key in written and host not in _EVERY_ADDRESS:
             yield f"{key}: at {host} nobody reaches a pod; leave it out, or set {EVERYWHERE}"
     for key, why in _FILLED_IN.items():
@@ -60,6 +63,8 @@ def _host_faults(config: Config, written: frozenset[str]) -> Iterator[str]:
 def _port_faults(config: Config) -> Iterator[str]:
     ports = {"gateway.port": config.gateway.port, "gateway.grpc_port": config.gateway.grpc_port}
     ports |= {port_key(role): port_of(config, role) for role in roles_of(config)}
+    if config.gateway.registry == "grpc":
+        ports["gateway.registry_port"] = config.gateway.registry_port
     yield from (f"{key}: 0 is any free port, which no Service can name" for key, port in ports.items() if port == 0)
     if has_mooncake(config) and config.kv.ports is None:
         yield "kv.ports: set the first and the last, which a NetworkPolicy fences; it cannot where Mooncake chooses"
@@ -80,13 +85,6 @@ def _store_faults(config: Config) -> Iterator[str]:
                 f"{key}: a worker and Mooncake Store's client share memory, which two pods cannot, and its master, if "
                 "not somebody else's, is one for a single machine; use kv.store.host_bytes and kv.store.ssd_path"
             )
-
-
-def _gang_faults(config: Config) -> Iterator[str]:
-    for role in roles_of(config):
-        if (number := processes_of(config, role)) > 1:
-            key = "prefill" if role == "prefill" else "decode"
-            yield f"{key}.processes: no manifests are written for workers of several processes, here {number}"
 
 
 def _path_faults(deployment: Deployment) -> Iterator[str]:

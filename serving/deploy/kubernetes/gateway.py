@@ -1,12 +1,15 @@
 """The gateway: a Deployment, which any number of clients reach by one Service, and what Prometheus asks.
 
+Workers that register reach every gateway by another one, which is headless: its name stands for the addresses of all
+pods, those that are not ready too, since a gateway becomes ready by the workers that it hears of.
+
 `/health` is 200 as long as the process lives, `/ready` only while some worker can serve and nothing is drained. A pod
 that is to end waits first, until it is no longer an endpoint of the Service; then SIGTERM begins the drain, in which
 new requests are refused. Host: probes call it localhost, which it always is.
 """
 
 from moonshard.serving.deploy.children.limits import limits_of
-from moonshard.serving.deploy.kubernetes.deployment import GATEWAY, Deployment, Manifest
+from moonshard.serving.deploy.kubernetes.deployment import GATEWAY, REGISTRY, Deployment, Manifest
 from moonshard.serving.deploy.kubernetes.paths import written_paths
 from moonshard.serving.deploy.kubernetes.pods import Program, configured, pod_template
 from moonshard.serving.deploy.kubernetes.secrets import TENANT_KEYS, TLS, used
@@ -17,7 +20,8 @@ SCRAPED_EVERY = "15s"
 
 
 def gateway_manifests(deployment: Deployment) -> list[Manifest]:
-    return [_service(deployment), _disruption_budget(deployment), _processes(deployment)]
+    registry = [_registry(deployment)] if deployment.has_registry else []
+    return [_service(deployment), *registry, _disruption_budget(deployment), _processes(deployment)]
 
 
 def service_monitor(deployment: Deployment) -> Manifest:
@@ -56,10 +60,11 @@ def _strategy(deployment: Deployment) -> Manifest:
 
 def _program(deployment: Deployment) -> Program:
     config = deployment.config
+    registry = {REGISTRY: config.gateway.registry_port} if deployment.has_registry else {}
     return Program(
         component=GATEWAY,
         command=configured(GATEWAY),
-        ports={HTTP: config.gateway.port, GRPC: config.gateway.grpc_port},
+        ports={HTTP: config.gateway.port, GRPC: config.gateway.grpc_port, **registry},
         probes={
             "startupProbe": {**_asked("/health"), "periodSeconds": 2, "failureThreshold": 60},
             "readinessProbe": {**_asked("/ready"), "periodSeconds": 5, "failureThreshold": 2},
@@ -89,6 +94,21 @@ def _service(deployment: Deployment) -> Manifest:
                 {"name": HTTP, "port": gateway.port, "targetPort": HTTP},
                 {"name": GRPC, "port": gateway.grpc_port, "targetPort": GRPC, "appProtocol": "kubernetes.io/h2c"},
             ],
+        },
+    }
+
+
+def _registry(deployment: Deployment) -> Manifest:
+    port = {"name": REGISTRY, "port": deployment.config.gateway.registry_port, "appProtocol": "kubernetes.io/h2c"}
+    return {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": deployment.metadata(deployment.named(REGISTRY), REGISTRY),
+        "spec": {
+            "clusterIP": "None",
+            "publishNotReadyAddresses": True,
+            "selector": deployment.labels(GATEWAY),
+            "ports": [port],
         },
     }
 

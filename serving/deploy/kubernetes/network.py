@@ -1,12 +1,17 @@
-"""Who reaches whom: clients the gateway alone, the gateway workers' links, and workers each other, at links and KV.
+"""Who reaches whom: clients the gateway alone, the gateway workers' links, and workers each other, at links and KV;
+and its registry, where it has one, workers alone.
 
 Mooncake's ports ask nobody who they are. These NetworkPolicies close them to all but workers of the same deployment, in
 a cluster whose network enforces policies: elsewhere they are words. So `kv.network_fence` is still the user's to say. A
 kubelet reaches the pods of its node whatever policies say, and so do its probes.
+
+The members of a gang meet at a port that their leader takes as it comes, jax's coordination service, and their
+collectives, gloo's and NCCL's, listen at what the kernel gives them. So pods of a role that has gangs reach each other
+at all ports, also those of different gangs: which pods are of one no policy can say for groups that come and go.
 """
 
 from moonshard.serving.config.faults import has_mooncake
-from moonshard.serving.config.keys import WorkerRole, command_of, port_of, roles_of
+from moonshard.serving.config.keys import WorkerRole, command_of, port_of, processes_of, roles_of
 from moonshard.serving.deploy.kubernetes.deployment import GATEWAY, Deployment, Manifest
 
 
@@ -17,8 +22,9 @@ def network_policies(deployment: Deployment) -> list[Manifest]:
 
 def _gateway_policy(deployment: Deployment) -> Manifest:
     gateway = deployment.config.gateway
-    rule: Manifest = {"ports": [_port(gateway.port), _port(gateway.grpc_port)]}
-    return _policy(deployment, GATEWAY, [rule])
+    from_clients: Manifest = {"ports": [_port(gateway.port), _port(gateway.grpc_port)]}
+    from_workers: Manifest = {"from": _workers(deployment), "ports": [_port(gateway.registry_port)]}
+    return _policy(deployment, GATEWAY, [from_clients, from_workers] if deployment.has_registry else [from_clients])
 
 
 def _worker_policy(deployment: Deployment, role: WorkerRole) -> Manifest:
@@ -26,9 +32,10 @@ def _worker_policy(deployment: Deployment, role: WorkerRole) -> Manifest:
     link = _port(port_of(config, role))
     from_gateway: Manifest = {"from": [_pods(deployment, GATEWAY)], "ports": [link]}
     kv = [_port(*config.kv.ports)] if has_mooncake(config) and config.kv.ports is not None else []
-    workers = [_pods(deployment, command_of(other)) for other in roles_of(config)]
-    from_workers: Manifest = {"from": workers, "ports": [link, *kv]}
-    return _policy(deployment, command_of(role), [from_gateway, from_workers])
+    from_workers: Manifest = {"from": _workers(deployment), "ports": [link, *kv]}
+    from_gang: Manifest = {"from": [_pods(deployment, command_of(role))]}
+    rules = [from_gateway, from_workers]
+    return _policy(deployment, command_of(role), [*rules, from_gang] if processes_of(config, role) > 1 else rules)
 
 
 def _policy(deployment: Deployment, component: str, rules: list[Manifest]) -> Manifest:
@@ -42,6 +49,10 @@ def _policy(deployment: Deployment, component: str, rules: list[Manifest]) -> Ma
             "ingress": rules,
         },
     }
+
+
+def _workers(deployment: Deployment) -> list[Manifest]:
+    return [_pods(deployment, command_of(role)) for role in roles_of(deployment.config)]
 
 
 def _pods(deployment: Deployment, component: str) -> Manifest:

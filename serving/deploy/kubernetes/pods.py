@@ -73,11 +73,12 @@ def _container(deployment: Deployment, program: Program, mounts: list[Manifest])
             {"name": "POD_NAME", "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}},
             {"name": "HOME", "value": STATE},
         ],
-        "ports": [{"name": name, "containerPort": port} for name, port in program.ports.items()],
         **program.probes,
         "securityContext": _without_rights(),
         "volumeMounts": mounts,
     }
+    if program.ports:
+        container["ports"] = [{"name": name, "containerPort": port} for name, port in program.ports.items()]
     if program.devices:
         container["resources"] = {"limits": dict(program.devices)}
     if program.waits_s:

@@ -1,9 +1,10 @@
 """Pods of written manifests as real processes: each in a network of its own, with its own files, user and names.
 
-A kubelet in a small way. A pod is one process that holds a namespace of networks and one of mounts; init containers,
-the container and its probes are started in there, with the command, environment and mounts that the manifest says, by
-the user that it says. All pods are on one bridge, which is in a namespace as well, and names are in each pod's
-/etc/hosts. Nothing of it is left once the processes have ended. NetworkPolicies are not enforced.
+A kubelet in a small way. A pod is one process that holds namespaces of networks, mounts and the host's name; init
+containers, the container and its probes are started in there, with the command, environment and mounts that the
+manifest says, by the user that it says. All pods are on one bridge, which is in a namespace as well, and names are in
+each pod's /etc/hosts. Nothing of it is left once the processes have ended. NetworkPolicies are not enforced, and a
+process that ends is not started again: only a group is made anew, where a test asks for it.
 """
 
 import base64
@@ -13,32 +14,32 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-READY_TIMEOUT_S = 240.0
+from tests.cluster.pods.controllers import Object, Planned, names, planned
+
+READY_TIMEOUT_S = 600.0
+ASKED_EVERY_S = 1.0  # of pods that are not ready yet
 SUBNET = "10.231.0"
 GROWN = ("/etc", "/run", "/var/lib", "/srv")  # folders in which pods have folders of their own
 INTERPRETER = Path(sys.executable)
 SOURCES = os.environ.get("PYTHONPATH", "")
-
-type Object = dict[str, Any]
 
 
 def why_not() -> str | None:
     """Why no pods can be made here."""
     if os.geteuid() != 0:
         return "only root makes namespaces of networks and mounts"
-    made = subprocess.run(["unshare", "--net", "--mount", "ip", "link"], capture_output=True, check=False)
+    made = subprocess.run(["unshare", "--net", "--mount", "--uts", "ip", "link"], capture_output=True, check=False)
     return None if made.returncode == 0 else f"no namespaces here: {made.stderr.decode().strip()}"
 
 
 @dataclass
 class Namespaces:
-    """A process that does nothing in a network and mounts of its own; it ends with its input."""
+    """A process that does nothing in a network, mounts and a host's name of its own; it ends with its input."""
 
     process: subprocess.Popen[bytes]
 
@@ -46,14 +47,14 @@ class Namespaces:
     def make(cls, prepare: str) -> "Namespaces":
         """`prepare` is run in there by a shell, before anything else."""
         script = f"set -eu; {prepare}\necho made; exec cat"
-        command = ["unshare", "--net", "--mount", "--propagation", "private", "sh", "-c", script]
+        command = ["unshare", "--net", "--uts", "--mount", "--propagation", "private", "sh", "-c", script]
         made = cls(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE))
         assert made.process.stdout is not None
         assert made.process.stdout.readline() == b"made\n"
         return made
 
     def entered(self, *command: str) -> list[str]:
-        return ["nsenter", "--target", str(self.process.pid), "--net", "--mount", *command]
+        return ["nsenter", "--target", str(self.process.pid), "--net", "--uts", "--mount", *command]
 
     def run(self, *command: str) -> None:
         subprocess.run(self.entered(*command), check=True, capture_output=True)
@@ -89,15 +90,22 @@ class Network:
 
 @dataclass
 class Pod:
-    """One pod: `spec` is its manifest's. Objects are found in `cluster`."""
+    """One pod. It is known to others by what is in their /etc/hosts; its own lies at `hosts_path`."""
 
-    name: str
+    planned: Planned
     address: str
-    spec: Object
-    log_path: Path
     namespaces: Namespaces
-    fields: Mapping[str, str] = field(default_factory=dict)
+    log_path: Path
+    hosts_path: Path
     main: subprocess.Popen[bytes] | None = None
+
+    @property
+    def name(self) -> str:
+        return self.planned.name
+
+    @property
+    def spec(self) -> Object:
+        return self.planned.spec
 
     @property
     def container(self) -> Object:
@@ -129,26 +137,34 @@ class Pod:
         ask = f"import httpx; print(httpx.get({url!r}, headers={headers}).status_code)"
         return self.run("python", "-c", ask).stdout.strip() == b"200"
 
-    def wait_for(self, probe: str) -> None:
-        assert self.main is not None
+    def wait_ready(self) -> None:
+        """One that is not asked is ready as soon as it runs."""
         deadline = time.monotonic() + READY_TIMEOUT_S
-        while not self.is_well(probe):
-            assert self.main.poll() is None, f"{self.name} ended:\n{self.log()}"
+        while "readinessProbe" in self.container and not self.is_well("readinessProbe"):
+            assert self.is_running, f"{self.name} ended:\n{self.log()}"
             assert time.monotonic() < deadline, f"{self.name} is not well:\n{self.log()}"
+            time.sleep(ASKED_EVERY_S)
 
-    def terminate(self) -> int:
-        """SIGTERM, and the exit code within the time that the pod is given."""
+    @property
+    def is_running(self) -> bool:
+        return self.main is not None and self.main.poll() is None
+
+    def send(self, number: int) -> None:
+        if self.main is not None:
+            self.main.send_signal(number)  # nsenter and setpriv have become the container's process
+
+    def wait_ended(self, timeout_s: float) -> int:
+        """The exit code."""
         assert self.main is not None
-        self.main.send_signal(signal.SIGTERM)  # nsenter and setpriv have become the container's process
-        return self.main.wait(self.spec["terminationGracePeriodSeconds"])
+        return self.main.wait(timeout_s)
 
     def log(self) -> str:
         return self.log_path.read_text(errors="replace")
 
     def end(self) -> None:
-        if self.main is not None and self.main.poll() is None:
-            self.main.kill()
-            self.main.wait()
+        if self.is_running:
+            self.send(signal.SIGKILL)
+            self.wait_ended(10)
         self.namespaces.end()
 
     def _inside(self, container: Object, command: Sequence[str]) -> list[str]:
@@ -160,14 +176,15 @@ class Pod:
         return self.namespaces.entered("setpriv", *ids, *rights, "env", "-i", *environment, *command)
 
     def _environment(self, container: Object) -> dict[str, str]:
-        """The image's, then the manifest's."""
+        """The image's, what controllers add, then the manifest's."""
         image = {"PATH": f"{INTERPRETER.parent}:/usr/bin:/bin", "PYTHONPATH": SOURCES, "JAX_PLATFORMS": "cpu"}
         image["XLA_FLAGS"] = "--xla_backend_optimization_level=0"
+        fields = {"status.podIP": self.address, "metadata.name": self.name}
         own = {
-            each["name"]: each["value"] if "value" in each else self.fields[each["valueFrom"]["fieldRef"]["fieldPath"]]
+            each["name"]: each["value"] if "value" in each else fields[each["valueFrom"]["fieldRef"]["fieldPath"]]
             for each in container.get("env", [])
         }
-        return image | own
+        return image | dict(self.planned.variables) | own
 
     def _expanded(self, container: Object) -> list[str]:
         """`$(NAME)` is a variable of the container."""
@@ -185,57 +202,61 @@ class Cluster:
         self._objects = {(each["kind"], each["metadata"]["name"]): each for each in objects}
         self._claims = claims
         self._network = Network()
+        self._num_made = 0
         self.pods: dict[str, Pod] = {}
-        planned = {name: (f"{SUBNET}.{10 + number}", spec) for number, (name, spec) in enumerate(self._planned())}
-        self._hosts = self._names({name: address for name, (address, _) in planned.items()})
-        for name, (address, spec) in planned.items():
-            self.pods[name] = self._make(name, address, spec)
+
+    def start(self) -> None:
+        """Returns once all are ready."""
+        self._make_all(list(planned(self._objects.values())))
+
+    def recreate(self, group: str) -> None:
+        """As LeaderWorkerSet's controller does once a container of the group has ended: all its pods are deleted, and
+        others made, which have their names and no address of theirs. Returns once they are ready.
+        """
+        pods = [pod for pod in self.pods.values() if pod.planned.group == group]
+        terminated(pods)
+        for pod in pods:
+            pod.end()
+        self._make_all([pod.planned for pod in pods])
 
     def end(self) -> None:
         for pod in self.pods.values():
             pod.end()
         self._network.end()
 
-    def _planned(self) -> Iterator[tuple[str, Object]]:
-        """The pods that controllers would make, by the names that these give."""
-        for (kind, name), each in self._objects.items():
-            spec = each.get("spec", {})
-            if kind == "LeaderWorkerSet":
-                assert spec["leaderWorkerTemplate"]["size"] == 1
-                template = spec["leaderWorkerTemplate"]["workerTemplate"]["spec"]
-                yield from ((f"{name}-{index}", template) for index in range(spec["replicas"]))
-            elif kind == "Deployment":
-                yield from ((f"{name}-{index:x}", spec["template"]["spec"]) for index in range(spec["replicas"]))
+    def _make_all(self, wanted: Sequence[Planned]) -> None:
+        made = {pod.name: self._make(pod) for pod in wanted}
+        self.pods |= made
+        self._publish()
+        for pod in made.values():
+            pod.start()
+        for pod in reversed(made.values()):  # gateways wait for workers
+            pod.wait_ready()
 
-    def _names(self, addresses: Mapping[str, str]) -> str:
-        """/etc/hosts as the cluster's DNS would have it: pods of headless Services, and a Service by its first pod."""
-        rows = ["127.0.0.1 localhost"]
-        for (kind, service), each in self._objects.items():
-            if kind != "Service":
-                continue
-            own = {name: address for name, address in addresses.items() if name.startswith(f"{service}-")}
-            domain = f"{service}.{each['metadata']['namespace']}.svc"
-            if each["spec"].get("clusterIP") == "None":
-                rows += [f"{address} {name}.{domain}" for name, address in own.items()]
-            else:
-                rows.append(f"{next(iter(own.values()))} {domain}")
-        return "\n".join(rows) + "\n"
+    def _publish(self) -> None:
+        """Every pod knows its own name, and what DNS says of the others."""
+        pods = [(pod.planned, pod.address) for pod in self.pods.values()]
+        known = ["127.0.0.1 localhost", *names(self._objects.values(), pods)]
+        for pod in self.pods.values():
+            pod.hosts_path.write_text("\n".join([*known, f"{pod.address} {pod.name}"]) + "\n")
 
-    def _make(self, name: str, address: str, spec: Object) -> Pod:
-        folder = self._folder / name
+    def _make(self, pod: Planned) -> Pod:
+        address = f"{SUBNET}.{10 + self._num_made}"
+        self._num_made += 1
+        folder = self._folder / f"{pod.name}-{address}"
         folder.mkdir()
-        (folder / "hosts").write_text(self._hosts)
-        group = spec["securityContext"]["fsGroup"]
-        sources = {each["name"]: self._source(folder, each, group) for each in spec["volumes"]}
+        hosts = folder / "hosts"
+        hosts.touch()
+        group = pod.spec["securityContext"]["fsGroup"]
+        sources = {each["name"]: self._source(folder, each, group) for each in pod.spec["volumes"]}
         mounts = {
             each["mountPath"]: sources[each["name"]]
-            for container in (*spec["initContainers"], *spec["containers"])
+            for container in (*pod.spec["initContainers"], *pod.spec["containers"])
             for each in container["volumeMounts"]
         }
-        namespaces = Namespaces.make(_mounting(mounts, folder / "hosts"))
+        namespaces = Namespaces.make(f"hostname {pod.name}; {_mounting(mounts, hosts)}")
         self._network.plug_in(namespaces, address)
-        fields = {"status.podIP": address, "metadata.name": name}
-        return Pod(name, address, spec, self._folder / f"{name}.log", namespaces, fields)
+        return Pod(pod, address, namespaces, log_path=folder / "log", hosts_path=hosts)
 
     def _source(self, folder: Path, volume: Object, group: int) -> Path:
         """The folder that a volume is, for a pod."""
@@ -283,14 +304,19 @@ def _mounting(mounts: Mapping[str, Path], hosts: Path) -> str:
     return "; ".join(lines)
 
 
+def terminated(pods: Iterable[Pod]) -> dict[str, int]:
+    """SIGTERM to all of them; by their names the exit codes within the time that each is given."""
+    pods = list(pods)
+    for pod in pods:
+        pod.send(signal.SIGTERM)
+    return {pod.name: pod.wait_ended(pod.spec["terminationGracePeriodSeconds"]) for pod in pods}
+
+
 @contextmanager
 def running(folder: Path, objects: Sequence[Object], claims: Mapping[str, Path]) -> Iterator[Cluster]:
     """All pods started and ready; killed after the block where they still run."""
     with ExitStack() as stack:
         cluster = Cluster(folder, objects, claims)
         stack.callback(cluster.end)
-        for pod in cluster.pods.values():
-            pod.start()
-        for pod in cluster.pods.values():
-            pod.wait_for("readinessProbe")
+        cluster.start()
         yield cluster

@@ -113,6 +113,11 @@ def test_all_faults_are_reported_together(tmp_path: Path):
             "worker.gateways=['gateways.local:1']",
             "worker.host: gateways.local:1 may be another machine, which reaches no worker at 127.0.0.1",
         ),
+        ("worker.announced_host='http://me'", "worker.announced_host: expected a host, got 'http://me'"),
+        (
+            "worker={gateways=['localhost:1'], announced_host='0.0.0.0'}",
+            "worker.announced_host: gateways reach no worker at 0.0.0.0; name the address of this machine",
+        ),
         (
             "gateway={registry='grpc', workers=['127.0.0.1:1']}",
             'gateway.workers: with gateway.registry = "grpc" workers name themselves; leave it empty',
@@ -194,6 +199,16 @@ def test_all_faults_are_reported_together(tmp_path: Path):
 )
 def test_a_bad_value_is_refused_naming_its_key(override: str, fault: str):
     assert faults(None, override) == (fault,)
+
+
+def test_gateways_elsewhere_reach_no_worker_that_listens_or_says_it_is_on_loopback():
+    elsewhere = ("mode=aggregated", "worker.gateways=['gateways.local:1']")
+    unreached = {"worker.host": ["worker.announced_host=me"]}
+    unreached["worker.announced_host"] = ["worker.host=10.0.0.1", "worker.announced_host=localhost"]
+    for key, told in unreached.items():
+        (fault,) = faults(None, *elsewhere, *told)
+        assert fault.startswith(f"{key}: gateways.local:1 may be another machine")
+    assert load_config(None, [*elsewhere, "worker.host=0.0.0.0", "worker.announced_host=me"])
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])

@@ -29,7 +29,14 @@ def made(*overrides: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(
-    "override", ["worker.host=10.0.0.2", "worker.port=1234", 'worker.gateways=["127.0.0.1:50052"]', "decode.port=1"]
+    "override",
+    [
+        "worker.host=10.0.0.2",
+        "worker.port=1234",
+        'worker.gateways=["127.0.0.1:50052"]',
+        "worker.announced_host=member-1",
+        "decode.port=1",
+    ],
 )
 def test_where_a_member_is_and_whom_its_leader_tells_is_its_own(override: str):
     assert made(override) == made()

@@ -1,4 +1,4 @@
-"""Of two workers that claim one address, the one that gateways do not reach ends, and says why."""
+"""Where a worker says that it is; and of two at one address, that the one that gateways do not reach ends."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -38,12 +38,11 @@ async def two_at_one_address(*, was_reached: bool) -> AsyncIterator[asyncio.Even
     stop, key = asyncio.Event(), own_key().proofs
     async with registry_over() as (pool, at), fake_worker.serving(FakeWorker(epoch=b"h" * 16)) as port:
         config = replace(make_config(GatewayConfig(), FIXTURE, []), worker=WorkerConfig(gateways=(at,)))
-        address = f"127.0.0.1:{port}"
-        async with known_to_gateways(config, key, address, holder, asyncio.Event()):
+        async with known_to_gateways(config, key, port, holder, asyncio.Event()):
             await pool.wait_ready()
-            async with known_to_gateways(config, key, address, claimant, stop):
+            async with known_to_gateways(config, key, port, claimant, stop):
                 yield stop
-            assert pool.worker_states() == {address: "ready"}
+            assert pool.worker_states() == {f"127.0.0.1:{port}": "ready"}
 
 
 async def test_who_is_nowhere_else_ends_with_the_key_to_change():
@@ -59,3 +58,14 @@ async def test_who_was_reached_goes_on_since_only_that_gateway_is_led_astray(cap
     async with two_at_one_address(was_reached=True) as stop:
         await until(lambda: "not registered: another process answers at" in caplog.text)
         assert not stop.is_set()
+
+
+async def test_a_worker_is_called_by_the_host_that_it_announces():
+    holder: Any = Announced(b"h" * 16, was_reached=True)
+    worker = FakeWorker(epoch=holder.epoch)
+    async with registry_over() as (pool, at), fake_worker.serving(worker) as port:
+        told = WorkerConfig(gateways=(at,), announced_host="localhost")
+        config = replace(make_config(GatewayConfig(), FIXTURE, []), worker=told)
+        async with known_to_gateways(config, own_key().proofs, port, holder, asyncio.Event()):
+            await pool.wait_ready()
+            assert pool.worker_states() == {f"localhost:{port}": "ready"}

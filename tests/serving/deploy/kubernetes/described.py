@@ -18,6 +18,7 @@ PLAIN = ("cluster.key_file=/secrets/cluster.key", "kv.ports=[16000, 16007]", "kv
 TLS = ("tls.cert=/secrets/a.pem", "tls.key=/secrets/a.key", "tls.ca=/secrets/ca.pem", "kv.network_fence=policies")
 SECURE = (*PLAIN[:2], *TLS, "gateway.keys=/secrets/tenants.toml")
 MODEL = ("model.path=/models/kimi", "prefill.mesh={tensor=4}", "decode.mesh={expert=2, data=2}", "decode.replicas=3")
+GANGS = ("prefill.mesh={tensor=4}", "prefill.processes=2", "decode.mesh={expert=4, data=2}", "decode.processes=4")
 WRITING = ("gateway.ledger=/data/ledger.jsonl", "batches.path=/data/batches", "trace.path=/rows/trace")
 FILES = (*WRITING, "kv.store.enabled=true", "kv.store.ssd_path=/blocks/ssd")
 VOLUMES = tuple(
@@ -43,6 +44,8 @@ VARIANTS = {
     "files": described(*PLAIN, *MODEL, *FILES, volumes=VOLUMES),
     "aggregated": described("mode=aggregated", "cluster.key_file=/secrets/cluster.key", num_gateways=3),
     "stream": described(*SECURE, "kv.transport=grpc"),
+    "gangs": described(*PLAIN, *GANGS, "decode.replicas=2", device="nvidia.com/gpu"),
+    "registered": described(*SECURE, *GANGS[2:], "gateway.registry=grpc", "decode.replicas=2", num_gateways=3),
 }
 
 
@@ -60,16 +63,25 @@ def named(deployment: Deployment, kind: str, name: str) -> Object:
     return found
 
 
+def group_of(deployment: Deployment, component: str) -> Object:
+    """What a worker is, as its LeaderWorkerSet says it."""
+    return named(deployment, "LeaderWorkerSet", deployment.named(component))["spec"]["leaderWorkerTemplate"]
+
+
 def template_of(deployment: Deployment, component: str) -> Object:
-    """The pod template of a component."""
+    """The pod template of a component: of a worker, of whoever leads it."""
     if component == "gateway":
         return named(deployment, "Deployment", deployment.named(component))["spec"]["template"]
-    workers = named(deployment, "LeaderWorkerSet", deployment.named(component))
-    return workers["spec"]["leaderWorkerTemplate"]["workerTemplate"]
+    group = group_of(deployment, component)
+    return group.get("leaderTemplate", group["workerTemplate"])
 
 
 def container_of(deployment: Deployment, component: str) -> Object:
-    [container] = template_of(deployment, component)["spec"]["containers"]
+    return container_in(template_of(deployment, component))
+
+
+def container_in(template: Object) -> Object:
+    [container] = template["spec"]["containers"]
     return container
 
 

@@ -13,36 +13,24 @@ from moonshard.serving.deploy.children.limits import limits_of
 from moonshard.serving.deploy.kubernetes.configuration import file_of, pods_config
 from moonshard.serving.deploy.kubernetes.deployment import GATEWAY, Deployment
 from moonshard.serving.deploy.kubernetes.paths import read_paths, written_paths
-from moonshard.serving.deploy.kubernetes.workers import worker_set
 from tests.serving.deploy.kubernetes.described import (
     MODEL,
     NAMESPACE,
     PLAIN,
     SECURE,
     VARIANTS,
-    Object,
     container_of,
     described,
     file_in,
+    group_of,
     named,
     objects,
     of_kind,
     template_of,
 )
+from tests.serving.deploy.kubernetes.reach import reaches, selected
 
-SET_LABEL = "leaderworkerset.sigs.k8s.io/name"
 each_variant = pytest.mark.parametrize("deployment", VARIANTS.values(), ids=VARIANTS)
-
-
-def labels_of(deployment: Deployment, component: str) -> dict[str, str]:
-    """Of its pods: a LeaderWorkerSet's have one more, with its name."""
-    own = template_of(deployment, component)["metadata"]["labels"]
-    return own if component == GATEWAY else {**own, SET_LABEL: deployment.named(component)}
-
-
-def selected(deployment: Deployment, labels: dict[str, str]) -> set[str]:
-    """The components whose pods have these labels."""
-    return {each for each in deployment.components if labels.items() <= labels_of(deployment, each).items()}
 
 
 @each_variant
@@ -81,7 +69,7 @@ def test_gateways_call_each_worker_by_a_name_that_its_pod_has_and_at_the_port_wh
         assert port["port"] == open_port["containerPort"]
         names = (f"{workers['metadata']['name']}-{index}" for index in range(workers["spec"]["replicas"]))
         found |= {f"{name}.{service['metadata']['name']}.{NAMESPACE}.svc:{port['port']}" for name in names}
-    assert set(pods_config(deployment).gateway.workers) == found
+    assert set(pods_config(deployment).gateway.workers) == (set() if deployment.has_registry else found)
 
 
 @each_variant
@@ -89,13 +77,13 @@ def test_a_worker_is_told_its_pods_address_and_has_it_from_kubernetes(deployment
     for role in roles_of(deployment.config):
         container = container_of(deployment, command_of(role))
         told = container["command"][4:]
-        assert told[:2] == ["--set", "worker.host=$(POD_IP)"]
+        assert told[:2] == ["--set", 'worker.host="$(POD_IP)"']
         fields = {
             each["name"]: each["valueFrom"]["fieldRef"]["fieldPath"] for each in container["env"] if "value" not in each
         }
         assert fields == {"POD_IP": "status.podIP", "POD_NAME": "metadata.name"}
-        by_name = ["--set", f"kv.host=$(POD_NAME).{deployment.domain(role)}"]
-        assert told[2:] == (by_name if deployment is VARIANTS["stream"] else [])
+        by_name = f'kv.host="$(POD_NAME).{deployment.domain(role)}"'
+        assert (by_name in told) == (deployment is VARIANTS["stream"])
 
 
 @each_variant
@@ -115,8 +103,10 @@ def test_selectors_find_the_pods_they_are_for_and_no_others(deployment: Deployme
     [endpoint] = monitor["spec"]["endpoints"]
     assert endpoint["port"] in {port["name"] for port in service["spec"]["ports"]}
     ports = {port["name"]: port["containerPort"] for port in container_of(deployment, GATEWAY)["ports"]}
-    assert {port["targetPort"] for port in service["spec"]["ports"]} == ports.keys()
-    assert ports == {"http": deployment.config.gateway.port, "grpc": deployment.config.gateway.grpc_port}
+    assert {port["targetPort"] for port in service["spec"]["ports"]} == ports.keys() - {"registry"}
+    gateway = deployment.config.gateway
+    registry = {"registry": gateway.registry_port} if deployment.has_registry else {}
+    assert ports == {"http": gateway.port, "grpc": gateway.grpc_port, **registry}
 
 
 def test_two_deployments_of_one_namespace_have_nothing_in_common():
@@ -124,23 +114,6 @@ def test_two_deployments_of_one_namespace_have_nothing_in_common():
     assert selected(other, one.labels()) == set()
     keys = [{(each["kind"], each["metadata"]["name"]) for each in objects(each)} for each in (one, other)]
     assert not keys[0] & keys[1]
-
-
-def reaches(deployment: Deployment, caller: str | None, callee: str, port: int) -> bool:
-    """Whether NetworkPolicies let in a pod of `caller` (None: of nobody here) at a port of `callee`."""
-    pods = labels_of(deployment, callee)
-    policies = [each["spec"] for each in of_kind(deployment, "NetworkPolicy")]
-    binding = [each for each in policies if each["podSelector"]["matchLabels"].items() <= pods.items()]
-    assert all(each["policyTypes"] == ["Ingress"] for each in binding)
-    rules = [rule for each in binding for rule in each["ingress"]]
-    return not binding or any(_lets_in(deployment, rule, caller, port) for rule in rules)
-
-
-def _lets_in(deployment: Deployment, rule: Object, caller: str | None, port: int) -> bool:
-    calling = {} if caller is None else labels_of(deployment, caller)
-    froms = [each["podSelector"]["matchLabels"] for each in rule.get("from", [])]
-    is_from = not froms or any(labels.items() <= calling.items() for labels in froms)
-    return is_from and any(each["port"] <= port <= each.get("endPort", each["port"]) for each in rule["ports"])
 
 
 @each_variant
@@ -155,14 +128,15 @@ def test_kv_and_links_are_fenced(deployment: Deployment):
             assert all(reaches(deployment, caller, callee, port) for caller in workers)
         assert reaches(deployment, GATEWAY, callee, link)
         assert not any(reaches(deployment, GATEWAY, callee, port) for port in (*kv, 15999, 16008))
-        assert not any(reaches(deployment, caller, callee, port) for caller in workers for port in (15999, 16008, 22))
+        strangers = [each for each in workers if each != callee or group_of(deployment, callee)["size"] == 1]
+        assert not any(reaches(deployment, each, callee, port) for each in strangers for port in (15999, 16008, 22))
 
 
 @each_variant
 def test_clients_reach_the_gateway_at_its_ports_and_nothing_else(deployment: Deployment):
     gateway = deployment.config.gateway
     assert all(reaches(deployment, None, GATEWAY, port) for port in (gateway.port, gateway.grpc_port))
-    assert not reaches(deployment, None, GATEWAY, 22)
+    assert not any(reaches(deployment, None, GATEWAY, port) for port in (22, gateway.registry_port))
 
 
 @pytest.mark.parametrize("drain_s", [0.5, 20.0, 600.0])
@@ -243,15 +217,6 @@ def test_a_worker_takes_a_device_for_each_place_of_its_mesh():
     limits = {each: container_of(deployment, each).get("resources", {}).get("limits") for each in deployment.components}
     assert limits == {GATEWAY: None, "prefill": {"nvidia.com/gpu": 4}, "decode": {"nvidia.com/gpu": 4}}
     assert "resources" not in container_of(VARIANTS["plain"], "decode")
-
-
-def test_a_gang_is_started_anew_as_one_and_a_single_process_in_its_pod():
-    of = {size: worker_set(VARIANTS["plain"], "decode", group_size=size)["spec"] for size in (1, 4)}
-    groups: dict[int, Any] = {size: spec["leaderWorkerTemplate"] for size, spec in of.items() if isinstance(spec, dict)}
-    assert {size: (group["size"], group["restartPolicy"]) for size, group in groups.items()} == {
-        1: (1, "None"),
-        4: (4, "RecreateGroupOnPodRestart"),
-    }
 
 
 def test_replicas_are_those_of_the_configuration():

@@ -24,8 +24,13 @@ GANG = ["mode=aggregated", "decode.mesh.data=2", "decode.processes=2"]
         ("worker.host", ["worker.host=localhost"]),
         ("kv.host", ["kv.host=10.0.0.1"]),
         ("gateway.workers", ['gateway.workers=["a:1"]']),
-        ("gateway.registry", ["gateway.registry=grpc"]),
+        ("gateway.workers", ["gateway.registry=grpc", 'gateway.workers=["a:1"]']),
+        ("gateway.registry_host", ["gateway.registry=grpc", "gateway.registry_host=10.0.0.1"]),
+        ("gateway.registry_port", ["gateway.registry=grpc", "gateway.registry_port=0"]),
+        ("gateway.registry_port", ["gateway.registry=grpc", "gateway.registry_port=8000"]),
         ("worker.gateways", ['worker.gateways=["gateways:50052"]']),
+        ("worker.gateways", ["gateway.registry=grpc", 'worker.gateways=["gateways:50052"]']),
+        ("worker.announced_host", ["gateway.registry=grpc", "worker.announced_host=me"]),
         ("gateway.allowed_hosts", ['gateway.allowed_hosts=["api.example.com"]']),
         ("kv.ports", ["kv.ports=auto"]),
         ("kv.ports", ["kv.ports=[16000, 16000]"]),
@@ -39,11 +44,22 @@ GANG = ["mode=aggregated", "decode.mesh.data=2", "decode.processes=2"]
         ("kv.store.ssd_path", ["kv.store.enabled=true", "kv.store.ssd_path=/ssd"]),
         ("prefill.chunk_tokens", ["prefill.chunk_tokens=100"]),
         ("decode.max_slots", ["decode.max_slots=none"]),
-        ("decode.processes", [*GANG, "kv.network_fence=policies"]),
+        ("decode.processes", [*GANG, "decode.processes=3"]),
+        ("decode.processes", [*GANG, "kv.store.enabled=true"]),
+        ("decode.processes", [*GANG, "decode.mesh.data=1", "decode.mesh.tensor=2", "decode.mesh.pipe=3"]),
+        ("prefill.processes", ["prefill.mesh.tensor=2", "prefill.processes=2", "kv.transport=grpc"]),
     ],
 )
 def test_what_no_pod_could_do_is_named_by_its_key(key: str, overrides: list[str]):
     assert [fault.partition(":")[0] for fault in faults_of(*PLAIN, *overrides)] == [key]
+
+
+def test_a_gang_meets_only_where_the_user_says_what_fences_its_collectives():
+    alone = ["cluster.key_file=/secrets/cluster.key", *GANG]
+    [fault] = faults_of(*alone)
+    assert fault.startswith("worker.host: ")
+    assert "kv.network_fence" in fault
+    assert not faults_of(*alone, "kv.network_fence=policies")
 
 
 def test_hosts_may_be_left_out_or_be_every_address():
