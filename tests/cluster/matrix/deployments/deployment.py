@@ -1,0 +1,53 @@
+"""What the measuring of a fault needs of a deployment, wherever its processes run."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from moonshard.rpc import link_pb2
+from tests.cluster.matrix.deployments.machines import Machine
+
+
+class Deployment(Protocol):
+    """Of gateways and workers, each by its name. What asks a gateway raises TransportError where none answers."""
+
+    @property
+    def gateways(self) -> Sequence[str]: ...
+
+    @property
+    def leaders(self) -> list[str]:
+        """The workers, each by the process that gateways know."""
+        ...
+
+    def url(self, gateway: str) -> str: ...
+
+    def machine(self, name: str) -> Machine:
+        """Where a process is now."""
+        ...
+
+    def worker_of(self, process: str) -> str:
+        """The worker that the process is a part of."""
+        ...
+
+    def states(self, gateway: str, timeout_s: float = 1.0) -> dict[str, str]:
+        """How the gateway has each worker: `ready`, or something else."""
+        ...
+
+    def has_store(self) -> bool:
+        """Whether all workers have Mooncake Store, as far as a gateway knows, or need none."""
+        ...
+
+    def is_whole(self) -> bool:
+        """Whether all gateways have all workers, and these the store where there is one."""
+        ...
+
+    def inspect(self, worker: str) -> link_pb2.Inspection: ...
+
+    def held(self) -> dict[str, str]:
+        """What workers still hold, by worker; empty where all is as it began."""
+        ...
+
+    def restore(self, machine: Machine) -> None:
+        """Makes it whole again where nobody else does: a machine that was lost with what ran there."""
+        ...
+
+    def log(self) -> str: ...
