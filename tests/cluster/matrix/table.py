@@ -31,6 +31,12 @@ NEXT_TOKEN_S = 2.0  # from when it is noticed to the next token of everybody
 UNNOTICED = ("SIGSTOP, 4 s later SIGCONT", "10x slower for 8 s")  # by some; nothing bounds it
 
 
+def _name(process: str) -> str:
+    """`decode 0.1` is a follower, `decode 0` its leader."""
+    role, _, member = process.partition(" 0")
+    return process if role == process else f"{role}, {'follower' if member else 'leader'}"
+
+
 def as_grid(cells: Iterable[Cell]) -> Grid:
     return Grid(title="What becomes of requests", columns=COLUMNS, rows=tuple(_row(cell) for cell in cells))
 
@@ -38,7 +44,7 @@ def as_grid(cells: Iterable[Cell]) -> Grid:
 def _row(cell: Cell) -> tuple[str, ...]:
     return (
         cell.fault,
-        cell.process,
+        _name(cell.process),
         "no" if cell.noticed_s is None else f"{cell.noticed_s:.2f}",
         f"{cell.wait_s:.2f}",
         f"{cell.calm_s:.2f}",
