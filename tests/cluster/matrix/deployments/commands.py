@@ -64,7 +64,10 @@ class ApartCommands:
     def beside(self) -> dict[str, Command]:
         found: dict[str, Command] = {name: lambda _, name=name: self._gateway(name) for name in GATEWAYS[1:]}
         if self._has_store:
-            found |= {MASTER: lambda _: self._master(), STORE: lambda _: self._argv(STORE, STORE, self._config)}
+            found |= {
+                MASTER: lambda _: self._master(),
+                STORE: lambda _: self._argv(STORE, STORE, self._without_gateways()),
+            }
         return found
 
     def _with_store(self, kv: KvConfig) -> KvConfig:
@@ -97,8 +100,11 @@ class ApartCommands:
     def _gateway(self, name: str) -> list[str]:
         at = self.machines[name].address
         there = replace(self._config.gateway, host=at, registry_host=at)
-        worker = replace(self._config.worker, gateways=())
-        return self._argv(name, "gateway", replace(self._config, gateway=there, worker=worker))
+        return self._argv(name, "gateway", replace(self._without_gateways(), gateway=there))
+
+    def _without_gateways(self) -> Config:
+        """For what is no worker, and has no host as one."""
+        return replace(self._config, worker=replace(self._config.worker, gateways=()))
 
     def _worker(self, name: str, role: WorkerRole, previous: Mapping[str, object] | None) -> list[str]:
         del previous
