@@ -29,7 +29,7 @@ from moonshard.serving.config.keys import (
     workers_of,
 )
 from moonshard.serving.config.kv_ports import store_ports
-from moonshard.serving.config.loopback import LOOPBACK, is_loopback
+from moonshard.serving.config.loopback import EVERYWHERE, LOOPBACK, is_loopback
 from moonshard.serving.config.reading import as_overrides, toml_value
 from moonshard.serving.config.tenants import load_tenants
 from moonshard.serving.deploy.children.limits import limits_of
@@ -196,7 +196,7 @@ def _with_store_here(config: Config) -> Config:
 def _with_registry_here(config: Config) -> Config:
     """Workers register with the gateway of `serve`, at a port that they know before it is started."""
     gateway = config.gateway
-    is_everywhere = gateway.registry_host in ("0.0.0.0", "::")
+    is_everywhere = gateway.registry_host in EVERYWHERE
     if not is_everywhere and not is_loopback(gateway.registry_host):
         at = gateway.registry_host
         raise ConfigError(

@@ -21,7 +21,7 @@ from moonshard.serving.config.keys import (
     kv_host_of,
 )
 from moonshard.serving.config.kv_ports import store_port_fault, too_few_ports, workers_have_mooncake
-from moonshard.serving.config.loopback import is_loopback
+from moonshard.serving.config.loopback import EVERYWHERE, is_loopback
 from moonshard.sharding.rules import MeshError, Rules, check_rules
 from moonshard.sharding.shape import MeshShape
 
@@ -173,7 +173,7 @@ def _announced_faults(worker: WorkerConfig) -> list[str]:
     announced = hosts["worker.announced_host"]
     if not is_address(host_port(announced, 1)):
         return [f"worker.announced_host: expected a host, got {announced!r}"] if worker.announced_host else []
-    if worker.gateways and announced in ("0.0.0.0", "::"):
+    if worker.gateways and announced in EVERYWHERE:
         key = next(key for key, host in hosts.items() if host == announced)
         return [f"{key}: gateways reach no worker at {announced}; name the address of this machine"]
     named = (g for g in worker.gateways if is_address(g))
@@ -272,7 +272,7 @@ def _handoff_faults(config: Config) -> list[str]:
         )
     if config.prefill.port == config.decode.port != 0:
         faults.append(f"decode.port: {config.decode.port} is prefill.port too; they need one each")
-    if kv_host_of(config) in ("0.0.0.0", "::"):
+    if kv_host_of(config) in EVERYWHERE:
         faults.append(f"kv.host: peers reach no machine at {kv_host_of(config)}; name this one")
     return faults
 

@@ -1,8 +1,9 @@
-"""Which names mean this machine and no other, without asking a resolver."""
+"""Which names mean this machine and no other, and which all of its addresses, without asking a resolver."""
 
 import ipaddress
 
 LOOPBACK = "127.0.0.1"
+EVERYWHERE = ("0.0.0.0", "::")  # every address of this machine, by which nobody reaches it
 
 
 def is_loopback(host: str) -> bool:

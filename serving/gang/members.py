@@ -6,9 +6,8 @@ import sys
 from dataclasses import dataclass, replace
 
 from moonshard.serving.config.keys import Config, ConfigError, WorkerRole, mesh_of, processes_of
+from moonshard.serving.config.loopback import EVERYWHERE
 from moonshard.serving.config.reading import as_overrides
-
-ANYWHERE = ("0.0.0.0", "::")
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +83,7 @@ def meet(coordinator: str, member: Member, host: str, *, timeout_s: float) -> No
 
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.config.update("jax_enable_preemption_service", False)  # it would take SIGTERM from us
-    is_anywhere = host in ANYWHERE
+    is_anywhere = host in EVERYWHERE
     try:
         jax.distributed.initialize(
             coordinator,

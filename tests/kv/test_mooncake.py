@@ -1,7 +1,6 @@
 """Mooncake for real: this process writes into another one's slab over loopback, and the other is stopped and killed."""
 
 import hashlib
-import json
 import os
 import signal
 import socket
@@ -26,6 +25,7 @@ from moonshard.kv.transfer import (
     TransferFailed,
     TransportUnavailable,
 )
+from tests.asked_process import AskedProcess
 from tests.kv.slab_checksums import checksums
 
 pytestmark = pytest.mark.xdist_group("mooncake")
@@ -74,33 +74,12 @@ def poll_for(duration_s: float) -> float:
     return time.perf_counter() - start_s
 
 
-class RemotePeer:
+class RemotePeer(AskedProcess):
     """The other process."""
 
     def __init__(self):
-        self.process = subprocess.Popen(
-            [sys.executable, str(PEER), str(NUM_SLOTS), str(SLOT_BYTES)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
+        super().__init__([str(PEER), str(NUM_SLOTS), str(SLOT_BYTES)])
         self.session, self.address = self.ask("where")
-
-    def ask(self, *command: object):
-        assert self.process.stdin
-        assert self.process.stdout
-        self.process.stdin.write(json.dumps(command) + "\n")
-        self.process.stdin.flush()
-        return json.loads(self.process.stdout.readline())
-
-    def stop(self) -> None:
-        """Stops the process; returns once it has stopped."""
-        self.process.send_signal(signal.SIGSTOP)
-        os.waitid(os.P_PID, self.process.pid, os.WSTOPPED | os.WNOWAIT)
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.communicate()
 
 
 class Sender:

@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -67,6 +67,15 @@ class Namespaces:
         self.process.wait(timeout=10)
 
 
+def plug_in(there: Namespaces, address: str, port: str, run: Callable[..., None]) -> None:
+    """A cable from `port` of the bridge `br0` to `there`. `run` runs a command where the bridge is."""
+    run("ip", "link", "add", port, "type", "veth", "peer", "name", "eth0", "netns", str(there.process.pid))
+    run("ip", "link", "set", port, "master", "br0", "up")
+    there.run("ip", "address", "add", f"{address}/24", "dev", "eth0")
+    for device in ("lo", "eth0"):
+        there.run("ip", "link", "set", device, "up")
+
+
 class Network:
     """A bridge, and the addresses that are given out on it."""
 
@@ -76,13 +85,7 @@ class Network:
 
     def plug_in(self, pod: Namespaces, address: str) -> None:
         self._num_ports += 1
-        port = f"port{self._num_ports}"
-        pair = ("ip", "link", "add", port, "type", "veth", "peer", "name", "eth0", "netns", str(pod.process.pid))
-        self._switch.run(*pair)
-        self._switch.run("ip", "link", "set", port, "master", "br0", "up")
-        pod.run("ip", "address", "add", f"{address}/24", "dev", "eth0")
-        for device in ("lo", "eth0"):
-            pod.run("ip", "link", "set", device, "up")
+        plug_in(pod, address, f"port{self._num_ports}", self._switch.run)
 
     def end(self) -> None:
         self._switch.end()

@@ -2,11 +2,6 @@
 
 import asyncio
 import hashlib
-import json
-import os
-import signal
-import subprocess
-import sys
 import time
 from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import Future
@@ -23,6 +18,7 @@ from moonshard.rpc.server.server import build_server
 from moonshard.rpc.status import RequestError
 from moonshard.rpc.tls import channel_credentials
 from moonshard.serving.transfer.grpc_stream import MESSAGE_BYTES, SERVICE_NAME, WRITE, GrpcTransport, KvStreamReceiver
+from tests.asked_process import AskedProcess
 from tests.certificates import needs_openssl, self_signed
 from tests.dialling import own_key
 from tests.serving.worker.hostile_frames import frames
@@ -34,40 +30,13 @@ PEER = Path(__file__).with_name("kv_stream_peer.py")
 LONG_S = 60.0  # a limit that no test waits for: what ends sooner was not ended by it
 
 
-class RemotePeer:
+class RemotePeer(AskedProcess):
     """The other process."""
 
     def __init__(self, port: int = 0, tls_folder: Path | str = ""):
-        self.process = subprocess.Popen(
-            [sys.executable, str(PEER), str(SLAB_BYTES), str(port), str(tls_folder), own_key().proofs.hex()],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
+        super().__init__([str(PEER), str(SLAB_BYTES), str(port), str(tls_folder), own_key().proofs.hex()])
         self.session, self.address = self.ask("where")
         self.port = int(self.session.split("/")[2].rpartition(":")[2])
-
-    def ask(self, *command: object):
-        assert self.process.stdin
-        assert self.process.stdout
-        self.process.stdin.write(json.dumps(command) + "\n")
-        self.process.stdin.flush()
-        return json.loads(self.process.stdout.readline())
-
-    def stop(self) -> None:
-        """Returns once it has stopped."""
-        self.process.send_signal(signal.SIGSTOP)
-        self.wait_stopped()
-
-    def wait_stopped(self) -> None:
-        os.waitid(os.P_PID, self.process.pid, os.WSTOPPED | os.WNOWAIT)
-
-    def go_on(self) -> None:
-        self.process.send_signal(signal.SIGCONT)
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.communicate()
 
 
 class Sender:

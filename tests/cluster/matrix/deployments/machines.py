@@ -13,7 +13,7 @@ from pathlib import Path
 
 import psutil
 
-from tests.cluster.pods.sandbox import Namespaces
+from tests.cluster.pods.sandbox import Namespaces, plug_in
 
 SUBNET = "10.232.0"
 BRIDGE = "br0"
@@ -67,15 +67,7 @@ class Network:
     def add(self, name: str) -> Machine:
         number = 10 + len(self.machines)
         port, address, namespaces = f"port{number}", f"{SUBNET}.{number}", Namespaces.make("")
-        inside = ("peer", "name", "eth0", "netns", str(namespaces.process.pid))
-        _ip("link", "add", port, "type", "veth", *inside)
-        _ip("link", "set", port, "master", BRIDGE, "up")
-        for words in (
-            ("address", "add", f"{address}/24", "dev", "eth0"),
-            ("link", "set", "lo", "up"),
-            ("link", "set", "eth0", "up"),
-        ):
-            namespaces.run("ip", *words)
+        plug_in(namespaces, address, port, _run)
         self.machines[name] = Machine(name, address, port, namespaces)
         return self.machines[name]
 
@@ -96,4 +88,8 @@ def network_of(pid: int) -> int:
 
 
 def _ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True, capture_output=True)
+    _run("ip", *words)
+
+
+def _run(*command: str) -> None:
+    subprocess.run(command, check=True, capture_output=True)

@@ -1,10 +1,7 @@
 """Mooncake Store's real processes for tests, tiers and workers on them, and what becomes of the processes."""
 
-import json
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -17,6 +14,7 @@ from moonshard.kv.store.tier import MissCause
 from moonshard.serving.store.native import NativeProcess
 from moonshard.serving.store.ports import StorePorts
 from moonshard.serving.store.processes import MooncakeProcesses, StoreSettings
+from tests.asked_process import AskedProcess
 from tests.kv.store.mooncake.store_blocks import (
     BLOCK_BYTES,
     LAYOUT,
@@ -85,28 +83,11 @@ def keep_until_kept(tier: MooncakeStoreTier, names: Sequence[BlockName]) -> None
     await_that(lambda: all(keep(tier, names)))
 
 
-class WorkerProcess:
+class WorkerProcess(AskedProcess):
     def __init__(self, processes: MooncakeProcesses, timeout_s: float):
         address = processes.ports.client_address
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.kv.store.mooncake.store_worker", address, str(timeout_s)],
-            cwd=ROOT,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
+        super().__init__(["-m", "tests.kv.store.mooncake.store_worker", address, str(timeout_s)], cwd=ROOT)
         self.ask("await_on")
-
-    def ask(self, *command: object):
-        assert self.process.stdin
-        assert self.process.stdout
-        self.process.stdin.write(json.dumps(command) + "\n")
-        self.process.stdin.flush()
-        return json.loads(self.process.stdout.readline())
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.communicate()
 
 
 @contextmanager

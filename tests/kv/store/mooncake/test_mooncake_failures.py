@@ -4,11 +4,12 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from moonshard.kv.prefix import BlockName
 from moonshard.kv.store.mooncake.tier import MooncakeStoreConfig, MooncakeStoreTier
 from moonshard.kv.store.tier import MissCause
 from moonshard.serving.store.native import NativeProcess
@@ -47,6 +48,14 @@ from tests.kv.store.mooncake.store_room import (
 pytestmark = pytest.mark.xdist_group("mooncake")
 
 
+def assert_all_are_misses_at_once(tier: MooncakeStoreTier, names: Sequence[BlockName]) -> None:
+    for _ in range(3):
+        assert seconds_of(lambda: tier.find(names)) < AT_ONCE_S
+        assert seconds_of(lambda: are_right(tier, names)) < AT_ONCE_S
+        assert seconds_of(lambda: keep(tier, names)) < AT_ONCE_S
+        assert tier.find(names) == are_right(tier, names) == [False] * NUM_BLOCKS
+
+
 @pytest.mark.parametrize("which", ["master", "client"])
 def test_while_a_process_is_stopped_all_is_a_miss_at_once_and_then_it_serves_again(
     which: str, own_store: MooncakeProcesses, hasty: MooncakeStoreTier
@@ -55,11 +64,7 @@ def test_while_a_process_is_stopped_all_is_a_miss_at_once_and_then_it_serves_aga
     keep_until_kept(hasty, names)
     process = process_of(own_store, which)
     stop(process)
-    for _ in range(3):
-        assert seconds_of(lambda: hasty.find(names)) < AT_ONCE_S
-        assert seconds_of(lambda: are_right(hasty, names)) < AT_ONCE_S
-        assert seconds_of(lambda: keep(hasty, names)) < AT_ONCE_S
-        assert hasty.find(names) == are_right(hasty, names) == [False] * NUM_BLOCKS
+    assert_all_are_misses_at_once(hasty, names)
     assert hasty.counters.num_misses[MissCause.TIMED_OUT] > 0
     assert hasty.counters.num_misses[MissCause.OFF] > 0
     go_on(process)
@@ -90,11 +95,7 @@ def test_after_a_process_was_killed_all_is_a_miss_at_once_and_a_new_one_serves_e
     with tier_on(forgetful_store, timeout_s=0.1) as tier:
         keep_until_kept(tier, names)
         kill(process)
-        for _ in range(3):
-            assert seconds_of(lambda: tier.find(names)) < AT_ONCE_S
-            assert seconds_of(lambda: are_right(tier, names)) < AT_ONCE_S
-            assert seconds_of(lambda: keep(tier, names)) < AT_ONCE_S
-            assert tier.find(names) == are_right(tier, names) == [False] * NUM_BLOCKS
+        assert_all_are_misses_at_once(tier, names)
         start_again(process)
         await_that(lambda: all(keep(tier, names)) and all(are_right(tier, names)))
 
