@@ -13,7 +13,8 @@ from tests.serving.gateway.conftest import FIXTURE
 
 HOSTS = ("127.0.0.2", "127.0.0.3")
 MEMBER = """
-import sys
+import faulthandler, sys
+faulthandler.dump_traceback_later(120, exit=True)  # where a member hangs, and no hanging test
 from moonshard.serving.gang.members import Member, meet
 coordinator, index, host = sys.argv[1:]
 meet(coordinator, Member(int(index), 2), host, timeout_s=60)
