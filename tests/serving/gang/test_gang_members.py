@@ -20,7 +20,8 @@ coordinator, index, host = sys.argv[1:]
 meet(coordinator, Member(int(index), 2), host, timeout_s=60)
 import jax, jax.numpy as jnp
 from jax.experimental.multihost_utils import process_allgather
-print(process_allgather(jnp.float32(jax.process_index() + 1)).sum(), flush=True)
+total = process_allgather(jnp.float32(jax.process_index() + 1)).sum()
+print(f"\\n{total}", flush=True)  # a line of its own: the collectives write to the same pipe, and not line by line
 sys.stdin.read()
 """
 
@@ -62,7 +63,7 @@ def test_members_hear_each_other_at_their_own_hosts_and_nowhere_else():
     try:
         for member, host in zip(members, HOSTS, strict=True):
             assert member.stdout is not None
-            assert "3.0\n" in iter(member.stdout.readline, "")  # behind what the collectives say
+            assert "3.0\n" in iter(member.stdout.readline, "")
             open_at = psutil.Process(member.pid).net_connections("inet")
             listening = {each.laddr.ip for each in open_at if each.status == psutil.CONN_LISTEN}
             assert {address.removeprefix("::ffff:") for address in listening} == {host}
