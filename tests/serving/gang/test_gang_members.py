@@ -13,7 +13,7 @@ from tests.serving.gateway.conftest import FIXTURE
 
 HOSTS = ("127.0.0.2", "127.0.0.3")
 MEMBER = """
-import faulthandler, sys
+import faulthandler, os, sys
 faulthandler.dump_traceback_later(120, exit=True)  # where a member hangs, and no hanging test
 from moonshard.serving.gang.members import Member, meet
 coordinator, index, host = sys.argv[1:]
@@ -21,7 +21,7 @@ meet(coordinator, Member(int(index), 2), host, timeout_s=60)
 import jax, jax.numpy as jnp
 from jax.experimental.multihost_utils import process_allgather
 total = process_allgather(jnp.float32(jax.process_index() + 1)).sum()
-print(f"\\n{total}", flush=True)  # a line of its own: the collectives write to the same pipe, and not line by line
+os.write(1, f"\\n{total}\\n".encode())  # at once: the collectives write to the same pipe meanwhile, in pieces
 sys.stdin.read()
 """
 
