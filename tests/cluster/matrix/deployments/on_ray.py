@@ -51,7 +51,13 @@ class OnRay:
             Path(folder, "ray").mkdir()  # Ray writes into this folder of RAY_TMPDIR, and makes it only on some ways
             stack.callback(self._network.end)
             stack.callback(_end_children)
-            self._start_ray("--head", f"--port={RAY_PORT}", "--num-cpus=0", f"--system-config={json.dumps(SOON)}")
+            self._start_ray(
+                "--head",
+                f"--port={RAY_PORT}",
+                "--num-cpus=0",
+                "--include-dashboard=false",
+                f"--system-config={json.dumps(SOON)}",
+            )
             for node in self._nodes.values():
                 self._start_node(node)
             argv = [sys.executable, "-m", "moonshard.serving.cli", "serve", "--launcher", "ray"]
@@ -67,7 +73,7 @@ class OnRay:
     def _start_ray(self, *options: str, on: Machine | None = None) -> None:
         address = HEAD if on is None else on.address
         argv = [sys.executable, "-m", "ray.scripts.scripts", "start", f"--node-ip-address={address}", *options]
-        argv += ["--include-dashboard=false", "--disable-usage-stats"]
+        argv += ["--disable-usage-stats"]
         argv = argv if on is None else on.command(*argv)
         subprocess.run(argv, env=self._environment, stdout=self._log, stderr=self._log, check=True)
 
