@@ -45,10 +45,14 @@ class Cell(msgspec.Struct, kw_only=True):
 
 @dataclass
 class Watch:
-    """When each worker was first seen not to be ready, by a gateway that is well."""
+    """When each worker was first seen not to be ready, by a gateway that is well.
+
+    And when none had Mooncake Store: one of them leaves it alone for a moment whenever an answer is late.
+    """
 
     deployment: Deployment
     gateway: str
+    looks_for_store: bool = False
     gone_s: dict[str, float] = field(default_factory=dict)
     _is_over: threading.Event = field(default_factory=threading.Event)
 
@@ -67,7 +71,7 @@ class Watch:
             with suppress(httpx.TransportError):
                 states = self.deployment.states(self.gateway, timeout_s=5.0)
                 gone = [name for name, state in states.items() if state != "ready"]
-                if not self.deployment.has_store():
+                if self.looks_for_store and not self.deployment.num_storing():
                     gone.append(MASTER)
                 for name in gone:
                     self.gone_s.setdefault(name, time.monotonic())
@@ -78,7 +82,8 @@ def measure(deployment: Deployment, process: str, fault: str, seed: int) -> Cell
     assert wait_until(deployment.is_whole, WHOLE_WITHIN_S), deployment.log()
     patience_s = PATIENCE_FOR_GATEWAYS_S if process in GATEWAYS else PATIENCE_S
     load = Load([deployment.url(gateway) for gateway in deployment.gateways], NUM_CLIENTS, patience_s)
-    watch = Watch(deployment, next(name for name in reversed(deployment.gateways) if name != process))
+    well = next(name for name in reversed(deployment.gateways) if name != process)
+    watch = Watch(deployment, well, looks_for_store=process == MASTER)
     with watch.running(), load.running(seed):
         assert wait_until(lambda: load.num_tokens > MANY_TOKENS, 120), f"{load.failures()[:3]}\n{deployment.log()}"
         time.sleep(CALM_S)  # what is measured before the fault

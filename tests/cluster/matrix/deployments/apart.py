@@ -126,17 +126,16 @@ class Apart:
         found = httpx.get(f"{self.url(gateway)}/health", timeout=timeout_s).json()["workers"]
         return {name: found.get(self.worker_address(name), "not registered") for name in self.leaders}
 
-    def has_store(self) -> bool:
-        """Whether all workers have Mooncake Store, as far as a gateway knows, or need none. TransportError likewise."""
-        if not self.config.kv.store.enabled:
-            return True
+    def num_storing(self) -> int:
+        """How many workers have Mooncake Store, as far as a gateway knows. TransportError likewise."""
         with httpx.Client(base_url=self.url(GATEWAYS[0]), timeout=1.0) as http:
-            return metric(http, "moonshard_tier_up", tier="store") == len(self.leaders)
+            return int(metric(http, "moonshard_tier_up", tier="store"))
 
     def is_whole(self) -> bool:
         """Whether both gateways have all workers, and these the store where there is one."""
         try:
-            return self.has_store() and all(set(self.states(name).values()) == {"ready"} for name in self.gateways)
+            has_store = not self.config.kv.store.enabled or self.num_storing() == len(self.leaders)
+            return has_store and all(set(self.states(name).values()) == {"ready"} for name in self.gateways)
         except (httpx.TransportError, ValueError, KeyError):
             return False
 

@@ -32,8 +32,8 @@ class Deployment(Protocol):
         """How the gateway has each worker: `ready`, or something else."""
         ...
 
-    def has_store(self) -> bool:
-        """Whether all workers have Mooncake Store, as far as a gateway knows, or need none."""
+    def num_storing(self) -> int:
+        """How many workers have Mooncake Store, as far as a gateway knows; asked only where there is one."""
         ...
 
     def is_whole(self) -> bool:

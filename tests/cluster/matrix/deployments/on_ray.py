@@ -102,8 +102,8 @@ class OnRay:
     def states(self, gateway: str, timeout_s: float = 5.0) -> dict[str, str]:
         return httpx.get(f"{self.url(gateway)}/health", timeout=timeout_s).json()["workers"]
 
-    def has_store(self) -> bool:
-        return True
+    def num_storing(self) -> int:
+        return 0
 
     def is_whole(self) -> bool:
         try:
