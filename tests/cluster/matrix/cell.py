@@ -87,7 +87,7 @@ def measure(deployment: Deployment, process: str, fault: str, seed: int) -> Cell
     with watch.running(), load.running(seed):
         assert wait_until(lambda: load.num_tokens > MANY_TOKENS, 120), f"{load.failures()[:3]}\n{deployment.log()}"
         time.sleep(CALM_S)  # what is measured before the fault
-        wait_until(lambda: process in (*GATEWAYS, MASTER) or _is_at_work(deployment, process), 20)
+        wait_until(lambda: _is_at_work(deployment, process), 20)
         found = _inflict(deployment, load, watch, process, fault)
     _judge(found, load.asked)
     wait_until(lambda: deployment.is_whole() and not deployment.held(), BEGAN_WITHIN_S)
@@ -136,6 +136,10 @@ def _judge(cell: Cell, asked: Sequence[Asked]) -> None:
 
 
 def _is_at_work(deployment: Deployment, process: str) -> bool:
+    if process == MASTER:
+        return deployment.num_storing() == len(deployment.leaders)
+    if process in GATEWAYS:
+        return True
     load = deployment.inspect(deployment.worker_of(process)).load
     return bool(load.num_running or any(load.queued_tokens) or any(load.active_tokens))
 
