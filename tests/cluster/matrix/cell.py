@@ -111,7 +111,7 @@ def _inflict(deployment: Deployment, load: Load, watch: Watch, process: str, fau
         time.sleep(max(0.0, begun_s + LASTS_S[fault] - time.monotonic()))
     over_s = time.monotonic()
     is_back = wait_until(lambda: _is_back(deployment, process, pids, fault), WHOLE_WITHIN_S)
-    whole_s = time.monotonic() - begun_s if is_back else None
+    whole_s = time.monotonic() - begun_s - deployment.steady_s if is_back else None
     if deployment.machine(process) != machine:
         deployment.restore(machine)
     seen_s = noticed_s()

@@ -47,6 +47,7 @@ class Apart:
     """The running deployment, as who measures it sees it."""
 
     gateways = GATEWAYS
+    steady_s = 0.0
 
     def __init__(self, settings: Mapping[str, object], log_path: Path) -> None:
         own = {**PORTS, "gateway.registry": "grpc"}

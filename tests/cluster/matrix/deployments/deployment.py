@@ -36,6 +36,11 @@ class Deployment(Protocol):
         """How many workers have Mooncake Store, as far as a gateway knows; asked only where there is one."""
         ...
 
+    @property
+    def steady_s(self) -> float:
+        """For how long it must have been whole until `is_whole` says so."""
+        ...
+
     def is_whole(self) -> bool:
         """Whether all gateways have all workers, and these the store where there is one."""
         ...

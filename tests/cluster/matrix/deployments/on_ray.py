@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -33,6 +34,8 @@ class OnRay:
     """As `Apart` is one. Workers are known by their addresses, and that of a worker changes as it moves."""
 
     gateways = ("gateway",)
+    # A node that was cut off has its workers back for a moment: then it hears that Ray has given it up, and ends.
+    steady_s = 5.0
 
     def __init__(self, settings: Mapping[str, object], log_path: Path) -> None:
         self.log_path = log_path
@@ -41,6 +44,7 @@ class OnRay:
         self._network = Network()
         self._nodes = {name: self._network.add(name) for name in NODES}
         self._num_workers = int(str(settings["decode.replicas"]))
+        self._whole_since_s: float | None = None
 
     @contextmanager
     def running(self) -> "Iterator[OnRay]":
@@ -106,6 +110,13 @@ class OnRay:
         return 0
 
     def is_whole(self) -> bool:
+        if not self._is_whole_now():
+            self._whole_since_s = None
+            return False
+        self._whole_since_s = self._whole_since_s or time.monotonic()
+        return time.monotonic() - self._whole_since_s >= self.steady_s
+
+    def _is_whole_now(self) -> bool:
         try:
             states = self.states("gateway")
         except (httpx.TransportError, ValueError, KeyError):
