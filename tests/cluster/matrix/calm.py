@@ -7,7 +7,7 @@ import msgspec
 from tests.cluster.conftest import wait_until
 from tests.cluster.matrix.cell import BEGAN_WITHIN_S, PATIENCE_S, WHOLE_WITHIN_S, Watch
 from tests.cluster.matrix.clients import Load
-from tests.cluster.matrix.deployments.deployment import Deployment
+from tests.cluster.matrix.deployments.deployment import Deployment, held_by
 
 NUM_CLIENTS = 12  # more than there are slots for
 
@@ -36,7 +36,7 @@ def measure(deployment: Deployment, lasts_s: float, seed: int) -> Calm:
     asked = load.asked
     whole = [one for one in asked if not one.is_lost]
     assert wait_until(deployment.is_whole, WHOLE_WITHIN_S)
-    wait_until(lambda: not deployment.held(), BEGAN_WITHIN_S)
+    wait_until(lambda: not held_by(deployment), BEGAN_WITHIN_S)
     wrong = [one for one in whole if not one.is_right()]
     return Calm(
         lasted_s=over_s - begun_s,
@@ -47,7 +47,7 @@ def measure(deployment: Deployment, lasts_s: float, seed: int) -> Calm:
         wait_s=load.longest_wait_s(begun_s, over_s),
         alarms={name: when - begun_s for watch in watches for name, when in watch.gone_s.items()},
         num_restarted=len(_pids(deployment) - before),
-        leaked=deployment.held(),
+        leaked=held_by(deployment),
         wrongs=[one.wrong for one in wrong] + [one.heard.failure for one in asked if one.is_lost],
     )
 

@@ -12,7 +12,7 @@ import msgspec
 from tests.cluster.conftest import wait_until
 from tests.cluster.matrix.clients import Asked, Load
 from tests.cluster.matrix.deployments.commands import GATEWAYS, MASTER
-from tests.cluster.matrix.deployments.deployment import Deployment
+from tests.cluster.matrix.deployments.deployment import Deployment, held_by
 from tests.cluster.matrix.faults import LASTS_S, inflicted
 
 NUM_CLIENTS = 4
@@ -90,8 +90,8 @@ def measure(deployment: Deployment, process: str, fault: str, seed: int) -> Cell
         wait_until(lambda: _is_at_work(deployment, process), 20)
         found = _inflict(deployment, load, watch, process, fault)
     _judge(found, load.asked)
-    wait_until(lambda: deployment.is_whole() and not deployment.held(), BEGAN_WITHIN_S)
-    found.leaked = deployment.held()
+    wait_until(lambda: deployment.is_whole() and not held_by(deployment), BEGAN_WITHIN_S)
+    found.leaked = held_by(deployment)
     return found
 
 
@@ -137,7 +137,7 @@ def _judge(cell: Cell, asked: Sequence[Asked]) -> None:
 
 def _is_at_work(deployment: Deployment, process: str) -> bool:
     if process == MASTER:
-        return deployment.num_storing() == len(deployment.leaders)
+        return deployment.is_whole()
     if process in GATEWAYS:
         return True
     load = deployment.inspect(deployment.worker_of(process)).load

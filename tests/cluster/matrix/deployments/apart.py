@@ -20,7 +20,7 @@ from moonshard.serving.config.reading import load_config
 from moonshard.serving.deploy.children.role import RestartLimits
 from moonshard.serving.deploy.children.supervisor import Supervisor
 from tests.cluster.conftest import metric, wait_until
-from tests.cluster.faults import READY_TIMEOUT_S, what_is_held
+from tests.cluster.faults import READY_TIMEOUT_S
 from tests.cluster.matrix.deployments.commands import GATEWAYS, PORTS, ApartCommands
 from tests.cluster.matrix.deployments.machines import Machine, Network
 from tests.dialling import inspect
@@ -142,8 +142,3 @@ class Apart:
 
     def inspect(self, worker: str) -> link_pb2.Inspection:
         return inspect(self.worker_address(worker), timeout_s=5)
-
-    def held(self) -> dict[str, str]:
-        """What workers still hold, by name; empty where all is as it began."""
-        found = {name: what_is_held(self.inspect(name)) for name in self.leaders}
-        return {name: what for name, what in found.items() if what}

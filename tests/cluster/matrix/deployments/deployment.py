@@ -3,7 +3,10 @@
 from collections.abc import Sequence
 from typing import Protocol
 
+import grpc
+
 from moonshard.rpc import link_pb2
+from tests.cluster.faults import what_is_held
 from tests.cluster.matrix.deployments.machines import Machine
 
 
@@ -47,12 +50,21 @@ class Deployment(Protocol):
 
     def inspect(self, worker: str) -> link_pb2.Inspection: ...
 
-    def held(self) -> dict[str, str]:
-        """What workers still hold, by worker; empty where all is as it began."""
-        ...
-
     def restore(self, machine: Machine) -> None:
         """Makes it whole again where nobody else does: a machine that was lost with what ran there."""
         ...
 
     def log(self) -> str: ...
+
+
+def held_by(deployment: Deployment) -> dict[str, str]:
+    """What workers still hold, by worker; empty where all is as it began. Who does not answer may hold anything."""
+    found = {name: _held(deployment, name) for name in deployment.leaders}
+    return {name: what for name, what in found.items() if what}
+
+
+def _held(deployment: Deployment, worker: str) -> str:
+    try:
+        return what_is_held(deployment.inspect(worker))
+    except grpc.RpcError as error:
+        return f"it does not answer: {error}"

@@ -19,7 +19,7 @@ import psutil
 from moonshard.rpc import link_pb2
 from moonshard.rpc.addresses import host_port
 from tests.cluster.conftest import wait_until
-from tests.cluster.faults import READY_TIMEOUT_S, what_is_held
+from tests.cluster.faults import READY_TIMEOUT_S
 from tests.cluster.matrix.deployments.commands import PORTS
 from tests.cluster.matrix.deployments.machines import SUBNET, Machine, Network, network_of
 from tests.cluster.ray_nodes import SOON
@@ -125,10 +125,6 @@ class OnRay:
 
     def inspect(self, worker: str) -> link_pb2.Inspection:
         return inspect(worker, timeout_s=5)
-
-    def held(self) -> dict[str, str]:
-        found = {name: what_is_held(self.inspect(name)) for name in self.leaders}
-        return {name: what for name, what in found.items() if what}
 
     def restore(self, machine: Machine) -> None:
         """Ray forgets a node that it has lost: whatever is left of it ends, and it joins anew."""
