@@ -110,7 +110,9 @@ def _inflict(deployment: Deployment, load: Load, watch: Watch, process: str, fau
         wait_until(lambda: noticed_s() is not None, max(LASTS_S[fault], 10.0 if fault == "kill -9" else 0.0))
         time.sleep(max(0.0, begun_s + LASTS_S[fault] - time.monotonic()))
     over_s = time.monotonic()
-    is_back = wait_until(lambda: _is_back(deployment, process, pids, fault), WHOLE_WITHIN_S)
+    is_back = wait_until(
+        lambda: _is_back(deployment, process, pids, fault) and _stays_whole(deployment), WHOLE_WITHIN_S
+    )
     whole_s = time.monotonic() - begun_s - deployment.steady_s if is_back else None
     if deployment.machine(process) != machine:
         deployment.restore(machine)
@@ -142,6 +144,10 @@ def _is_at_work(deployment: Deployment, process: str) -> bool:
         return True
     load = deployment.inspect(deployment.worker_of(process)).load
     return bool(load.num_running or any(load.queued_tokens) or any(load.active_tokens))
+
+
+def _stays_whole(deployment: Deployment) -> bool:
+    return not wait_until(lambda: not deployment.is_whole(), deployment.steady_s)
 
 
 def _is_back(deployment: Deployment, process: str, pids: Sequence[int], fault: str) -> bool:

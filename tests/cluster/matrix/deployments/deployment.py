@@ -41,7 +41,7 @@ class Deployment(Protocol):
 
     @property
     def steady_s(self) -> float:
-        """For how long it must have been whole until `is_whole` says so."""
+        """For how long it must be whole on end until nothing more comes of a fault."""
         ...
 
     def is_whole(self) -> bool:

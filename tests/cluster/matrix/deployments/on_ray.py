@@ -8,7 +8,6 @@ import os
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -44,7 +43,6 @@ class OnRay:
         self._network = Network()
         self._nodes = {name: self._network.add(name) for name in NODES}
         self._num_workers = int(str(settings["decode.replicas"]))
-        self._whole_since_s: float | None = None
 
     @contextmanager
     def running(self) -> "Iterator[OnRay]":
@@ -110,13 +108,6 @@ class OnRay:
         return 0
 
     def is_whole(self) -> bool:
-        if not self._is_whole_now():
-            self._whole_since_s = None
-            return False
-        self._whole_since_s = self._whole_since_s or time.monotonic()
-        return time.monotonic() - self._whole_since_s >= self.steady_s
-
-    def _is_whole_now(self) -> bool:
         try:
             states = self.states("gateway")
         except (httpx.TransportError, ValueError, KeyError):
