@@ -2,7 +2,8 @@
 
 Both stand behind the door that lets in only who holds the cluster's key (`rpc.server.door`). A link is answered with
 Welcome once the model is ready. When its stream ends, for whatever reason, its requests are cancelled. It ends with a
-typed error where the gateway says what no gateway says, or does not read its answers: what waits for it is bounded.
+typed error where the gateway says what no gateway says, or does not read its answers: what waits for it is bounded. The
+error comes behind what it did not read; by then it has no requests any more.
 """
 
 import asyncio
@@ -24,7 +25,6 @@ SERVICE = link_pb2.DESCRIPTOR.services_by_name["Worker"]
 LOAD_PERIOD_S = 0.25  # metrics and routing lag by no more where no step says how things are: after a cancel, above all
 MAX_UNREAD_BYTES = 8 * 1024 * 1024  # minutes of the tokens of a full batch
 MESSAGE_OVERHEAD_BYTES = 256  # of a message in the queue, however small
-ABORT_TIMEOUT_S = 1.0  # for the error to reach a gateway that does not read
 
 logger = logging.getLogger(__name__)
 
@@ -108,7 +108,7 @@ class LinkServicer(link_pb2_grpc.WorkerServicer):
             worker.close_link(session)
         if error is not None:
             logger.warning("the link of a gateway at %s ends: %s", context.peer(), error.message)
-            await _abort(context, error)
+            await abort(context, error)  # until a gateway that does not read does, or goes
 
     async def Inspect(
         self, request_iterator: AsyncIterator[link_pb2.InspectRequest], context: grpc.aio.ServicerContext
@@ -165,15 +165,6 @@ async def _read(
         return error
     session.end()
     return None
-
-
-async def _abort(context: grpc.aio.ServicerContext, error: RequestError) -> None:
-    """Ends the call with the error. A gateway that does not read does not get it either: then the stream breaks."""
-    try:
-        async with asyncio.timeout(ABORT_TIMEOUT_S):
-            await abort(context, error)
-    except TimeoutError:
-        raise asyncio.CancelledError from None
 
 
 async def _report_load(worker: "Worker", session: LinkSession) -> None:
