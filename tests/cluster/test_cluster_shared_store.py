@@ -8,7 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.cluster.conftest import AGGREGATED, running, wait_until
+from tests.cluster.conftest import AGGREGATED, Cluster, running, wait_until
 from tests.cluster.stored import NUM_BLOCKS, PROMPTS, answers, assert_found_again, num_kept, with_store
 from tests.engine_room import long_text
 from tests.serving.store.store_process import natives_of, running_store
@@ -18,6 +18,12 @@ OTHERS = [long_text(length, seed=1000 + length) for length in (65, 150, 300, 500
 HANGING_S = 30.0  # as long as the library's calls do
 
 
+def assert_found_in_store(cluster: Cluster, before: list[tuple[int, ...]]) -> None:
+    """Once it answers: a worker is ready without waiting for it."""
+    assert wait_until(lambda: cluster.metric("moonshard_tier_up", tier="store") == len(cluster.workers), 30)
+    assert_found_again(cluster, before, "store")
+
+
 def test_what_a_killed_worker_kept_is_found_by_the_next(tmp_path: Path):
     with running(**with_store(tmp_path, **{"kv.store.dram_bytes": 64 * 1024**2}), **AGGREGATED) as cluster:
         before = answers(cluster)
@@ -25,7 +31,7 @@ def test_what_a_killed_worker_kept_is_found_by_the_next(tmp_path: Path):
         os.kill(cluster.pid("worker"), signal.SIGKILL)
         assert wait_until(lambda: cluster.metric("moonshard_worker_up") == 0, 60)
         assert wait_until(lambda: cluster.metric("moonshard_worker_up") == 1, 120)
-        assert_found_again(cluster, before, "store")
+        assert_found_in_store(cluster, before)
         natives = natives_of(cluster.process.pid)
         assert len(natives) == 2
     psutil.wait_procs(natives.values(), timeout=20)
@@ -40,7 +46,7 @@ def test_what_a_store_by_itself_holds_outlives_a_whole_deployment(tmp_path: Path
             before = answers(cluster)
             assert not natives_of(cluster.process.pid)  # it starts none of its own
         with running(**keys) as cluster:
-            assert_found_again(cluster, before, "store")
+            assert_found_in_store(cluster, before)
 
 
 @pytest.mark.slow
