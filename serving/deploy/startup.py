@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 STARTUP_EXIT_CODE = 2
 BEHIND_END_S = 0.2
+LAST_STATUS_S = 1.0  # for a supervisor that has not read it yet: it may be stopped
 PHASES_PER_EVENT = 200
 # Names of threads that wait for XLA, which cannot be interrupted.
 PREPARING, PREPARING_BEHIND = "prepare", "prepare behind"
@@ -87,6 +88,8 @@ def _run(serve: Callable[[Status], int], status_fd: int | None) -> int:
             raise
         status("failed", {"message": message, "exit_code": STARTUP_EXIT_CODE})
         return STARTUP_EXIT_CODE
+    finally:
+        status.finish(LAST_STATUS_S)
 
 
 def end_process(code: int, *, at_once: bool = False) -> int:

@@ -28,7 +28,7 @@ _COUNTED = re.compile(r"(?P<phase>.*) (?P<done>\d+)/(?P<total>\d+)")
 _PR_SET_PDEATHSIG, _PR_GET_PDEATHSIG = 1, 2  # prctl(2)
 
 
-def open_status_pipe(fd: int) -> Status:
+def open_status_pipe(fd: int) -> "StatusWriter":
     """Report over `fd` from now on, and be sent SIGTERM when its reader's process dies, even by SIGKILL (Linux); or the
     signal that whoever started this one has chosen for that, as `tether` does.
 
@@ -72,6 +72,18 @@ class StatusWriter:
             if not self._write() and not self._is_followed_up:
                 self._is_followed_up = True
                 threading.Thread(target=self._follow_up, name="status", daemon=True).start()
+
+    def finish(self, timeout_s: float) -> None:
+        """Waits until all is written, before the end of the process; what finds no room by then is lost."""
+        poll, ends_s = select.poll(), time.monotonic() + timeout_s
+        poll.register(self._fd, select.POLLOUT)
+        while True:
+            with self._lock:
+                if self._write():
+                    return
+            if (left_s := ends_s - time.monotonic()) <= 0:
+                return
+            poll.poll(left_s * 1e3)
 
     def close(self) -> None:
         """Nothing is written any more. May be called again."""

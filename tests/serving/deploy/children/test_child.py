@@ -3,10 +3,13 @@
 import asyncio
 import os
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from moonshard.serving.deploy.children.child import start_child
 from moonshard.serving.deploy.status_pipe import StatusWriter
+
+READ_WITHIN_S = 60.0
 
 # What a worker does: it logs, its libraries write to the descriptor, it tells its status. Each is far more than a pipe
 # holds, and only when all is done does it say so, where somebody listens.
@@ -45,17 +48,18 @@ async def test_a_child_goes_on_while_nobody_reads_what_it_says(tmp_path: Path):
     os.mkfifo(fifo := tmp_path / "fifo")
     events: list[tuple[str, dict[str, object]]] = []
     lines: list[str] = []
-    was_read = asyncio.Event()
+    is_ready = asyncio.Event()
 
-    def on_line(line: str) -> None:
-        lines.append(line)
-        was_read.set()
+    def on_event(event: str, fields: dict[str, object]) -> None:
+        events.append((event, fields))
+        if event == "ready":
+            is_ready.set()
 
     argv = [sys.executable, "-c", NOISY, str(fifo)]
-    child = await start_child(argv, on_event=lambda *event: events.append(event), on_line=on_line)
+    child = await start_child(argv, on_event=on_event, on_line=lines.append)
     assert read_all(fifo) == "went on"  # until then nothing was read
     assert events == []
-    await was_read.wait()  # now there is room
+    await is_ready.wait()  # now there is room
     await asyncio.to_thread(fifo.write_text, "")
     assert await child.wait() == 0
     assert lines[-1] == "the last line"
@@ -79,3 +83,18 @@ def test_status_that_finds_no_room_is_kept_in_order_but_for_progress_that_is_old
     assert b'"number":%d}' % (num_filling - 1) in told[-3]
     assert b'"999"' in told[-2]
     assert b'"ready"' in told[-1]
+
+
+def test_at_the_end_status_is_waited_for_while_somebody_reads_it_and_no_longer():
+    reader, writer = os.pipe()
+    status = StatusWriter(writer)
+    while status.num_waiting < 100:
+        status("listening", {})
+    status.finish(0.01)  # nobody reads
+    assert status.num_waiting
+    with ThreadPoolExecutor() as pool, os.fdopen(reader, "rb") as source:
+        reading = pool.submit(source.read)
+        status.finish(READ_WITHIN_S)
+        assert not status.num_waiting
+        status.close()
+        assert reading.result().endswith(b'{"event":"listening"}\n')
