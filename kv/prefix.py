@@ -59,21 +59,42 @@ def _hash(parts: Iterable[bytes]) -> BlockName:
     return digest.digest()[:NAME_BYTES]
 
 
-class Below(enum.IntEnum):
-    """Where blocks are below the device's pages, as spaces of names that are counted on from the partitions."""
+class Below(enum.Enum):
+    """Where blocks are below the device's pages."""
 
-    OWN = 0  # in tiers that only this worker reads
-    SHARED = 1  # in one that every worker reads
+    OWN = enum.auto()  # in tiers that only this worker reads; of a gang, only that member of it
+    SHARED = enum.auto()  # in one that every worker reads
+
+
+@dataclass(frozen=True, slots=True)
+class Spaces:
+    """Spaces of names in a worker, by number: its partitions, then for each of its processes the tiers that only this
+    one reads, then what every worker reads. The partitions are shared out evenly among the processes, in their order.
+    """
+
+    num_partitions: int
+    num_processes: int = 1
+
+    def __len__(self) -> int:
+        return self.num_partitions + self.num_processes + 1
+
+    def process_of(self, partition: int) -> int:
+        return partition * self.num_processes // self.num_partitions
+
+    def partitions_of(self, process: int) -> range:
+        each = self.num_partitions // self.num_processes
+        return range(process * each, (process + 1) * each)
+
+    def below(self, below: Below, process: int) -> int:
+        return self.num_partitions + (process if below is Below.OWN else self.num_processes)
 
 
 @dataclass(frozen=True, slots=True)
 class PrefixEvent:
-    """A space gained or lost a name: a partition, or of a worker with slower tiers one of `Below`. Numbers count a
-    worker's events from 0.
-    """
+    """A space gained or lost a name. Numbers count a worker's events from 0."""
 
     number: int
-    partition: int
+    partition: int  # or another one of `Spaces`
     name: BlockName
     is_known: bool
     parent: BlockName | None = None  # the block before a gained one, where that has a name
@@ -89,9 +110,10 @@ class PrefixCache:
     and no name says which that was. So whoever found a chain writes the last token of its last block again, in a copy.
     """
 
-    def __init__(self, pool: BlockPool, *, is_on: bool = True, has_next_token_kv: bool = False):
+    def __init__(self, pool: BlockPool, *, is_on: bool = True, has_next_token_kv: bool = False, num_processes: int = 1):
         self._pool = pool
-        self._below = tuple(OrderedDict[BlockName, None]() for _ in Below)
+        self.spaces = Spaces(pool.num_partitions, num_processes)
+        self._below = tuple(OrderedDict[BlockName, None]() for _ in range(num_processes + 1))
         self.has_next_token_kv = has_next_token_kv
         self.is_on = is_on and pool.groups.is_plain
         self._blocks: tuple[dict[BlockName, int], ...] = tuple({} for _ in range(pool.num_partitions))
@@ -137,11 +159,12 @@ class PrefixCache:
         self._names[partition][block] = name
         self._tell(partition, name, is_known=True, parent=parent)
 
-    def note_below(self, below: Below, names: Iterable[BlockName], *, is_known: bool = True) -> None:
+    def note_below(self, below: Below, names: Iterable[BlockName], *, is_known: bool = True, process: int = 0) -> None:
         """Blocks were seen in a tier below, or were not there any more. Only for others to know: nothing here finds
-        them.
+        them. `process`: in whose tier, where it is that one's own.
         """
-        known, space = self._below[below], self._pool.num_partitions + below
+        space = self.spaces.below(below, process)
+        known = self._below[space - self._pool.num_partitions]
         for name in names:
             if is_known and name not in known:
                 self._tell(space, name, is_known=True)
@@ -155,11 +178,6 @@ class PrefixCache:
             self._tell(space, known.popitem(last=False)[0], is_known=False)
 
     # ---- what others may know
-
-    @property
-    def num_spaces(self) -> int:
-        """The partitions, and what is below."""
-        return self._pool.num_partitions + len(Below)
 
     @property
     def num_events(self) -> int:

@@ -404,7 +404,7 @@ class TellPrefixes(_message.Message):
     def __init__(self) -> None: ...
 
 class Welcome(_message.Message):
-    __slots__ = ("protocol_version", "epoch", "fingerprint", "role", "dtype", "vocab_size", "max_context_tokens", "block_size", "num_partitions", "num_blocks", "max_slots", "load_s", "compile_s", "endpoint", "kernels")
+    __slots__ = ("protocol_version", "epoch", "fingerprint", "role", "dtype", "vocab_size", "max_context_tokens", "block_size", "num_partitions", "num_blocks", "max_slots", "load_s", "compile_s", "endpoint", "kernels", "num_processes")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
@@ -420,6 +420,7 @@ class Welcome(_message.Message):
     COMPILE_S_FIELD_NUMBER: _ClassVar[int]
     ENDPOINT_FIELD_NUMBER: _ClassVar[int]
     KERNELS_FIELD_NUMBER: _ClassVar[int]
+    NUM_PROCESSES_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     epoch: bytes
     fingerprint: str
@@ -435,7 +436,8 @@ class Welcome(_message.Message):
     compile_s: float
     endpoint: KvEndpoint
     kernels: str
-    def __init__(self, protocol_version: _Optional[int] = ..., epoch: _Optional[bytes] = ..., fingerprint: _Optional[str] = ..., role: _Optional[str] = ..., dtype: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_context_tokens: _Optional[int] = ..., block_size: _Optional[int] = ..., num_partitions: _Optional[int] = ..., num_blocks: _Optional[int] = ..., max_slots: _Optional[int] = ..., load_s: _Optional[float] = ..., compile_s: _Optional[float] = ..., endpoint: _Optional[_Union[KvEndpoint, _Mapping]] = ..., kernels: _Optional[str] = ...) -> None: ...
+    num_processes: int
+    def __init__(self, protocol_version: _Optional[int] = ..., epoch: _Optional[bytes] = ..., fingerprint: _Optional[str] = ..., role: _Optional[str] = ..., dtype: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_context_tokens: _Optional[int] = ..., block_size: _Optional[int] = ..., num_partitions: _Optional[int] = ..., num_blocks: _Optional[int] = ..., max_slots: _Optional[int] = ..., load_s: _Optional[float] = ..., compile_s: _Optional[float] = ..., endpoint: _Optional[_Union[KvEndpoint, _Mapping]] = ..., kernels: _Optional[str] = ..., num_processes: _Optional[int] = ...) -> None: ...
 
 class WorkerLoad(_message.Message):
     __slots__ = ("num_running", "num_waiting", "queued_tokens", "active_tokens", "free_blocks", "num_preemptions", "num_compilations", "num_compilations_while_serving", "num_prefill_steps", "num_decode_steps", "prefill_tokens", "decode_tokens", "wasted_tokens", "overlapped_steps", "peak_memory_bytes", "draining", "kv_transfer", "cached_tokens", "num_seen", "reserved_tokens", "num_lost_spans", "num_lost_rows", "num_drafts", "draft_tokens", "accepted_tokens", "accepted_per_position", "num_model_drafts", "model_accepted_tokens", "kv_store")
@@ -737,20 +739,22 @@ class Inspection(_message.Message):
     def __init__(self, epoch: _Optional[bytes] = ..., partitions: _Optional[_Iterable[_Union[PartitionState, _Mapping]]] = ..., load: _Optional[_Union[WorkerLoad, _Mapping]] = ...) -> None: ...
 
 class FollowerMessage(_message.Message):
-    __slots__ = ("hello", "ready", "done", "beat", "fault", "answer")
+    __slots__ = ("hello", "ready", "done", "beat", "fault", "answer", "tier_answer")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     READY_FIELD_NUMBER: _ClassVar[int]
     DONE_FIELD_NUMBER: _ClassVar[int]
     BEAT_FIELD_NUMBER: _ClassVar[int]
     FAULT_FIELD_NUMBER: _ClassVar[int]
     ANSWER_FIELD_NUMBER: _ClassVar[int]
+    TIER_ANSWER_FIELD_NUMBER: _ClassVar[int]
     hello: FollowerHello
     ready: FollowerReady
     done: FollowerDone
     beat: FollowerBeat
     fault: FollowerFault
     answer: FollowerAnswer
-    def __init__(self, hello: _Optional[_Union[FollowerHello, _Mapping]] = ..., ready: _Optional[_Union[FollowerReady, _Mapping]] = ..., done: _Optional[_Union[FollowerDone, _Mapping]] = ..., beat: _Optional[_Union[FollowerBeat, _Mapping]] = ..., fault: _Optional[_Union[FollowerFault, _Mapping]] = ..., answer: _Optional[_Union[FollowerAnswer, _Mapping]] = ...) -> None: ...
+    tier_answer: TierAnswer
+    def __init__(self, hello: _Optional[_Union[FollowerHello, _Mapping]] = ..., ready: _Optional[_Union[FollowerReady, _Mapping]] = ..., done: _Optional[_Union[FollowerDone, _Mapping]] = ..., beat: _Optional[_Union[FollowerBeat, _Mapping]] = ..., fault: _Optional[_Union[FollowerFault, _Mapping]] = ..., answer: _Optional[_Union[FollowerAnswer, _Mapping]] = ..., tier_answer: _Optional[_Union[TierAnswer, _Mapping]] = ...) -> None: ...
 
 class FollowerHello(_message.Message):
     __slots__ = ("protocol_version", "member", "made_of")
@@ -770,12 +774,22 @@ class FollowerHello(_message.Message):
     def __init__(self, protocol_version: _Optional[int] = ..., member: _Optional[int] = ..., made_of: _Optional[_Mapping[str, str]] = ...) -> None: ...
 
 class FollowerReady(_message.Message):
-    __slots__ = ("session", "regions")
+    __slots__ = ("session", "regions", "tiers")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     REGIONS_FIELD_NUMBER: _ClassVar[int]
+    TIERS_FIELD_NUMBER: _ClassVar[int]
     session: str
     regions: _containers.RepeatedCompositeFieldContainer[KvRegion]
-    def __init__(self, session: _Optional[str] = ..., regions: _Optional[_Iterable[_Union[KvRegion, _Mapping]]] = ...) -> None: ...
+    tiers: _containers.RepeatedCompositeFieldContainer[TierKind]
+    def __init__(self, session: _Optional[str] = ..., regions: _Optional[_Iterable[_Union[KvRegion, _Mapping]]] = ..., tiers: _Optional[_Iterable[_Union[TierKind, _Mapping]]] = ...) -> None: ...
+
+class TierKind(_message.Message):
+    __slots__ = ("name", "is_shared")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    IS_SHARED_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    is_shared: bool
+    def __init__(self, name: _Optional[str] = ..., is_shared: _Optional[bool] = ...) -> None: ...
 
 class FollowerDone(_message.Message):
     __slots__ = ("number", "drawn")
@@ -786,8 +800,10 @@ class FollowerDone(_message.Message):
     def __init__(self, number: _Optional[int] = ..., drawn: _Optional[bytes] = ...) -> None: ...
 
 class FollowerBeat(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("tiers",)
+    TIERS_FIELD_NUMBER: _ClassVar[int]
+    tiers: _containers.RepeatedCompositeFieldContainer[KvTier]
+    def __init__(self, tiers: _Optional[_Iterable[_Union[KvTier, _Mapping]]] = ...) -> None: ...
 
 class FollowerFault(_message.Message):
     __slots__ = ("message", "is_startup")
@@ -850,18 +866,20 @@ class KvMismatch(_message.Message):
     def __init__(self, detail: _Optional[str] = ...) -> None: ...
 
 class LeaderMessage(_message.Message):
-    __slots__ = ("welcome", "step", "beat", "end", "order")
+    __slots__ = ("welcome", "step", "beat", "end", "order", "tier_order")
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     BEAT_FIELD_NUMBER: _ClassVar[int]
     END_FIELD_NUMBER: _ClassVar[int]
     ORDER_FIELD_NUMBER: _ClassVar[int]
+    TIER_ORDER_FIELD_NUMBER: _ClassVar[int]
     welcome: GangWelcome
     step: GangStep
     beat: GangBeat
     end: GangEnd
     order: GangOrder
-    def __init__(self, welcome: _Optional[_Union[GangWelcome, _Mapping]] = ..., step: _Optional[_Union[GangStep, _Mapping]] = ..., beat: _Optional[_Union[GangBeat, _Mapping]] = ..., end: _Optional[_Union[GangEnd, _Mapping]] = ..., order: _Optional[_Union[GangOrder, _Mapping]] = ...) -> None: ...
+    tier_order: TierOrder
+    def __init__(self, welcome: _Optional[_Union[GangWelcome, _Mapping]] = ..., step: _Optional[_Union[GangStep, _Mapping]] = ..., beat: _Optional[_Union[GangBeat, _Mapping]] = ..., end: _Optional[_Union[GangEnd, _Mapping]] = ..., order: _Optional[_Union[GangOrder, _Mapping]] = ..., tier_order: _Optional[_Union[TierOrder, _Mapping]] = ...) -> None: ...
 
 class GangWelcome(_message.Message):
     __slots__ = ("coordinator",)
@@ -978,3 +996,144 @@ class KvDrop(_message.Message):
     TICKET_FIELD_NUMBER: _ClassVar[int]
     ticket: int
     def __init__(self, ticket: _Optional[int] = ...) -> None: ...
+
+class TierOrder(_message.Message):
+    __slots__ = ("number", "find", "fetch", "land", "forget", "lacking", "renew", "keep", "held", "upkeep")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    FIND_FIELD_NUMBER: _ClassVar[int]
+    FETCH_FIELD_NUMBER: _ClassVar[int]
+    LAND_FIELD_NUMBER: _ClassVar[int]
+    FORGET_FIELD_NUMBER: _ClassVar[int]
+    LACKING_FIELD_NUMBER: _ClassVar[int]
+    RENEW_FIELD_NUMBER: _ClassVar[int]
+    KEEP_FIELD_NUMBER: _ClassVar[int]
+    HELD_FIELD_NUMBER: _ClassVar[int]
+    UPKEEP_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    find: TierChain
+    fetch: TierFetch
+    land: TierLand
+    forget: TierForget
+    lacking: TierLacking
+    renew: TierChain
+    keep: TierPiece
+    held: TierHeld
+    upkeep: TierUpkeep
+    def __init__(self, number: _Optional[int] = ..., find: _Optional[_Union[TierChain, _Mapping]] = ..., fetch: _Optional[_Union[TierFetch, _Mapping]] = ..., land: _Optional[_Union[TierLand, _Mapping]] = ..., forget: _Optional[_Union[TierForget, _Mapping]] = ..., lacking: _Optional[_Union[TierLacking, _Mapping]] = ..., renew: _Optional[_Union[TierChain, _Mapping]] = ..., keep: _Optional[_Union[TierPiece, _Mapping]] = ..., held: _Optional[_Union[TierHeld, _Mapping]] = ..., upkeep: _Optional[_Union[TierUpkeep, _Mapping]] = ...) -> None: ...
+
+class TierChain(_message.Message):
+    __slots__ = ("names",)
+    NAMES_FIELD_NUMBER: _ClassVar[int]
+    names: bytes
+    def __init__(self, names: _Optional[bytes] = ...) -> None: ...
+
+class TierFetch(_message.Message):
+    __slots__ = ("ticket", "names", "tiers")
+    TICKET_FIELD_NUMBER: _ClassVar[int]
+    NAMES_FIELD_NUMBER: _ClassVar[int]
+    TIERS_FIELD_NUMBER: _ClassVar[int]
+    ticket: int
+    names: bytes
+    tiers: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, ticket: _Optional[int] = ..., names: _Optional[bytes] = ..., tiers: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class TierLand(_message.Message):
+    __slots__ = ("ticket", "first", "num_blocks")
+    TICKET_FIELD_NUMBER: _ClassVar[int]
+    FIRST_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    ticket: int
+    first: int
+    num_blocks: int
+    def __init__(self, ticket: _Optional[int] = ..., first: _Optional[int] = ..., num_blocks: _Optional[int] = ...) -> None: ...
+
+class TierForget(_message.Message):
+    __slots__ = ("ticket",)
+    TICKET_FIELD_NUMBER: _ClassVar[int]
+    ticket: int
+    def __init__(self, ticket: _Optional[int] = ...) -> None: ...
+
+class TierLacking(_message.Message):
+    __slots__ = ("chains", "only")
+    CHAINS_FIELD_NUMBER: _ClassVar[int]
+    ONLY_FIELD_NUMBER: _ClassVar[int]
+    chains: _containers.RepeatedScalarFieldContainer[bytes]
+    only: str
+    def __init__(self, chains: _Optional[_Iterable[bytes]] = ..., only: _Optional[str] = ...) -> None: ...
+
+class TierPiece(_message.Message):
+    __slots__ = ("ticket", "partition", "names", "parents", "again_for")
+    TICKET_FIELD_NUMBER: _ClassVar[int]
+    PARTITION_FIELD_NUMBER: _ClassVar[int]
+    NAMES_FIELD_NUMBER: _ClassVar[int]
+    PARENTS_FIELD_NUMBER: _ClassVar[int]
+    AGAIN_FOR_FIELD_NUMBER: _ClassVar[int]
+    ticket: int
+    partition: int
+    names: bytes
+    parents: _containers.RepeatedScalarFieldContainer[bytes]
+    again_for: str
+    def __init__(self, ticket: _Optional[int] = ..., partition: _Optional[int] = ..., names: _Optional[bytes] = ..., parents: _Optional[_Iterable[bytes]] = ..., again_for: _Optional[str] = ...) -> None: ...
+
+class TierHeld(_message.Message):
+    __slots__ = ("first",)
+    FIRST_FIELD_NUMBER: _ClassVar[int]
+    first: int
+    def __init__(self, first: _Optional[int] = ...) -> None: ...
+
+class TierUpkeep(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class TierAnswer(_message.Message):
+    __slots__ = ("number", "found", "came", "lacking", "names")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    FOUND_FIELD_NUMBER: _ClassVar[int]
+    CAME_FIELD_NUMBER: _ClassVar[int]
+    LACKING_FIELD_NUMBER: _ClassVar[int]
+    NAMES_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    found: TierFound
+    came: TierCame
+    lacking: TierChain
+    names: TierNames
+    def __init__(self, number: _Optional[int] = ..., found: _Optional[_Union[TierFound, _Mapping]] = ..., came: _Optional[_Union[TierCame, _Mapping]] = ..., lacking: _Optional[_Union[TierChain, _Mapping]] = ..., names: _Optional[_Union[TierNames, _Mapping]] = ...) -> None: ...
+
+class TierFound(_message.Message):
+    __slots__ = ("tiers",)
+    TIERS_FIELD_NUMBER: _ClassVar[int]
+    tiers: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, tiers: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class TierCame(_message.Message):
+    __slots__ = ("num_blocks", "runs")
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    RUNS_FIELD_NUMBER: _ClassVar[int]
+    num_blocks: int
+    runs: _containers.RepeatedCompositeFieldContainer[TierRun]
+    def __init__(self, num_blocks: _Optional[int] = ..., runs: _Optional[_Iterable[_Union[TierRun, _Mapping]]] = ...) -> None: ...
+
+class TierRun(_message.Message):
+    __slots__ = ("tier", "num_asked", "num_blocks", "seconds")
+    TIER_FIELD_NUMBER: _ClassVar[int]
+    NUM_ASKED_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    tier: str
+    num_asked: int
+    num_blocks: int
+    seconds: float
+    def __init__(self, tier: _Optional[str] = ..., num_asked: _Optional[int] = ..., num_blocks: _Optional[int] = ..., seconds: _Optional[float] = ...) -> None: ...
+
+class TierNames(_message.Message):
+    __slots__ = ("by_tier",)
+    class ByTierEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: bytes
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[bytes] = ...) -> None: ...
+    BY_TIER_FIELD_NUMBER: _ClassVar[int]
+    by_tier: _containers.ScalarMap[str, bytes]
+    def __init__(self, by_tier: _Optional[_Mapping[str, bytes]] = ...) -> None: ...

@@ -14,7 +14,7 @@ import numpy as np
 from moonshard.experiments.common.trace_file import BLOCK_TOKENS
 from moonshard.experiments.replay.cache import ToldCache
 from moonshard.experiments.replay.tiers import NamesTier
-from moonshard.kv.prefix import MAX_BELOW, Below, PrefixEvent
+from moonshard.kv.prefix import MAX_BELOW, Below, PrefixEvent, Spaces
 from moonshard.kv.store.stack import Fetched, TierStack
 from moonshard.serving.control.routing.router import Home, Router
 from moonshard.serving.control.tiers.fetches import FetchPlan, FetchTimes, runs_of
@@ -57,11 +57,13 @@ class TieredWorker:
         self.home = home
         self._router = router
         self._tokens_per_s = tokens_per_s
-        self._own, self._shared = (Home(home.worker, 1 + below) for below in Below)  # numbered on from its partition
+        spaces = Spaces(num_partitions=1)
+        self._own, self._shared = (Home(home.worker, spaces.below(below, 0)) for below in (Below.OWN, Below.SHARED))
         self._cache = ToldCache(router.index, router.home_number(home), max_blocks)
-        self._below = tuple(
-            ToldCache(router.index, router.home_number(below), MAX_BELOW) for below in (self._own, self._shared)
-        )
+        self._below = {
+            below: ToldCache(router.index, router.home_number(space), MAX_BELOW)
+            for below, space in ((Below.OWN, self._own), (Below.SHARED, self._shared))
+        }
         self._tiers = {tier.name: tier for tier in tiers}
         self._stack = TierStack(tiers)
         self._times = FetchTimes(BLOCK_TOKENS)
@@ -178,7 +180,7 @@ class TieredWorker:
 
     def _tell_found(self, chain: Sequence[bytes], tiers: Sequence[str | None]) -> None:
         gone = [name for name, tier in zip(chain, tiers, strict=True) if tier is None]
-        for below in self._below:
+        for below in self._below.values():
             below.drop(gone)
         for tier in self._tiers:
             self._below[self._below_of(tier)].use(

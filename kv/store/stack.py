@@ -35,14 +35,14 @@ class Fetched:
 
 
 class TierStack:
-    """Nearest first. All have blocks of the same bytes."""
+    """Nearest first. All have blocks of the same bytes. Of no tiers nothing is found."""
 
     def __init__(self, tiers: Sequence[Tier]):
-        if len({tier.block_bytes for tier in tiers}) != 1:
+        if len({tier.block_bytes for tier in tiers}) > 1:
             raise ValueError("tiers of a stack have blocks of one size")
         self._tiers = tuple(tiers)
         self._by_name = {tier.name: tier for tier in tiers}
-        self.block_bytes = tiers[0].block_bytes
+        self.block_bytes = tiers[0].block_bytes if tiers else 0
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -41,6 +41,24 @@ class TierCounters:
     is_up: bool | None = None  # whether it answered when it was last asked; None: it always does
 
 
+def together(counters: Sequence[TierCounters]) -> TierCounters:
+    """Of one tier in several processes. It is up where all that can tell say so."""
+    causes = dict.fromkeys(cause for each in counters for cause in each.num_misses)
+    held = [each.bytes_held for each in counters if each.bytes_held is not None]
+    up = [each.is_up for each in counters if each.is_up is not None]
+    return TierCounters(
+        num_hits=sum(each.num_hits for each in counters),
+        num_misses={cause: sum(each.num_misses.get(cause, 0) for each in counters) for cause in causes},
+        num_kept=sum(each.num_kept for each in counters),
+        num_not_kept=sum(each.num_not_kept for each in counters),
+        num_evicted=sum(each.num_evicted for each in counters),
+        bytes_read=sum(each.bytes_read for each in counters),
+        bytes_written=sum(each.bytes_written for each in counters),
+        bytes_held=sum(held) if held else None,
+        is_up=all(up) if up else None,
+    )
+
+
 @runtime_checkable
 class Tier(Protocol):
     """Every method may block, may be called from any thread, and raises nothing that a disk or a network did."""

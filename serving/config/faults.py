@@ -92,8 +92,11 @@ def _gang_faults(config: Config) -> list[str]:
             faults.append(f"{key}: {fault} of {name}.mesh ({own.mesh})")
         if config.mode == "disaggregated" and config.kv.transport == "grpc":
             faults.append(f'{key}: a gang hands KV over by Mooncake alone, and kv.transport is "grpc"')
-        if config.kv.store.enabled:
-            faults.append(f"{key}: a gang keeps no KV beyond its device's pages; see kv.store.enabled")
+        if config.kv.store.enabled and (own.mesh.pipe > 1 or own.mesh.num_partitions % own.processes):
+            faults.append(
+                f"{key}: with kv.store.enabled each process has whole partitions, and {own.processes} do not divide "
+                f"those of {name}.mesh ({own.mesh})"
+            )
         if not is_loopback(config.worker.host) and not (config.kv.network_fence or config.kv.allow_unauthenticated):
             faults.append(
                 f"worker.host: {config.worker.host} opens the collectives of a gang, to which nobody has to prove "

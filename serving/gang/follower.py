@@ -9,6 +9,7 @@ import contextlib
 import logging
 import os
 import signal
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -32,6 +33,7 @@ if TYPE_CHECKING:  # what needs jax is imported once all members are there
 
 METHOD = f"/{link_pb2.DESCRIPTOR.services_by_name['Gang'].full_name}/Follow"
 RETRY_S = 0.1  # while the leader is not there
+CLOSE_S = 0.5  # for tiers, at the end: less than the leader waits for this process
 CHANNEL_OPTIONS = (
     ("grpc.use_local_subchannel_pool", 1),  # a fresh attempt must not inherit the last one's back-off
     ("grpc.max_receive_message_length", -1),
@@ -134,7 +136,7 @@ async def _tell_fault(call: Stream, error: BaseException) -> None:
 
 @dataclass(slots=True)
 class Following:
-    """A member that has joined."""
+    """A member that has joined. It ends with the gang."""
 
     config: Config
     role: WorkerRole
@@ -154,15 +156,18 @@ class Following:
         await asyncio.wait({loading, reading}, return_when=asyncio.FIRST_COMPLETED)
         if reading.done():
             reading.result()
+            end_at_once(0)
         serve = loading.result()
         outbox.put_nowait(link_pb2.FollowerMessage(ready=serve.ready))
         self.status("ready", openness(self.config, self.role))
         timeout_s = self.config.worker.gang_timeout_s
-        watching = asyncio.create_task(_watch(leader, begun, outbox, timeout_s))
+        watching = asyncio.create_task(_watch(leader, begun, lambda: outbox.put_nowait(serve.beat()), timeout_s))
         running = asyncio.create_task(serve.run(told, outbox))
         done, _ = await asyncio.wait({reading, watching, running, writing}, return_when=asyncio.FIRST_COMPLETED)
         for task in done:
             task.result()
+        await asyncio.wait({asyncio.create_task(asyncio.to_thread(serve.close))}, timeout=CLOSE_S)
+        end_at_once(0)
 
     async def _load(self, coordinator: str) -> "Steps":
         loop = asyncio.get_running_loop()
@@ -189,26 +194,25 @@ async def _write_all(call: Stream, outbox: asyncio.Queue[link_pb2.FollowerMessag
 async def _read_all(
     call: Stream, leader: Watched, begun: asyncio.Event, told: asyncio.Queue[link_pb2.LeaderMessage]
 ) -> None:
+    """Until the gang ends in order."""
     while True:
         message = await _read(call)
         leader.heard()
         match message.WhichOneof("message"):
-            case "step" | "order":
+            case "step" | "order" | "tier_order":
                 told.put_nowait(message)
             case "beat":
                 begun.set()
             case "end":
-                end_at_once(0)
+                return
             case _:
                 pass
 
 
-async def _watch(
-    leader: Watched, begun: asyncio.Event, outbox: asyncio.Queue[link_pb2.FollowerMessage], timeout_s: float
-) -> None:
+async def _watch(leader: Watched, begun: asyncio.Event, beat: Callable[[], None], timeout_s: float) -> None:
     """Beats from now on; and from the leader's first beat on, which comes once all have loaded, expects its beats."""
     while True:
-        outbox.put_nowait(link_pb2.FollowerMessage(beat=link_pb2.FollowerBeat()))
+        beat()
         await asyncio.sleep(timeout_s / LOOKS_PER_TIMEOUT)
         fault = leader.look(timeout_s) if begun.is_set() else None
         if fault is not None:

@@ -8,8 +8,9 @@ from dataclasses import dataclass, replace
 import jax
 import numpy as np
 
+from moonshard.kv.store.stack import TierStack
 from moonshard.rpc import link_pb2
-from moonshard.serving.config.keys import Config, WorkerRole
+from moonshard.serving.config.keys import Config, WorkerRole, processes_of
 from moonshard.serving.deploy.startup import ProcessStart
 from moonshard.serving.engine.compiled.store import ProgramStore
 from moonshard.serving.engine.device import DeviceThread, StepDone
@@ -19,8 +20,12 @@ from moonshard.serving.engine.programs import Drawn, Launched, Programs
 from moonshard.serving.engine.steps import Step, StepKind
 from moonshard.serving.gang.part import PlanePart, ready_message
 from moonshard.serving.gang.steps import GangDiverged, StepChain, digest_of, step_from
+from moonshard.serving.gang.tickets import is_of_tiers
+from moonshard.serving.gang.tiers.part import TierPart
 from moonshard.serving.transfer.plane import KvPlane
 from moonshard.serving.transfer.transports import KvTransports
+from moonshard.serving.worker.store.opening import open_tiers
+from moonshard.serving.worker.store.places import TierBlocks
 
 
 def load(config: Config, role: WorkerRole, key: bytes, progress: Progress, start: ProcessStart) -> "Steps":
@@ -29,7 +34,11 @@ def load(config: Config, role: WorkerRole, key: bytes, progress: Progress, start
     model = load_model(config, role, progress, timings=start.timings, store=store)
     with start.timings.phase("kv plane"):
         plane = None if role == "both" else KvTransports(config, key).open_plane(model)
-    return Steps(model, plane)
+    tiers = None
+    if config.kv.store.enabled:
+        with start.timings.phase("kv store"):
+            tiers = open_tiers(config.kv.store, role, model, processes_of(config, role))
+    return Steps(model, plane, tiers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,10 +63,13 @@ class _FollowedPrograms:
 
 
 class Steps:
-    """The steps of one follower, and of its plane the orders."""
+    """The steps of one follower, and the orders of its plane and its tiers."""
 
-    def __init__(self, model: LoadedModel, plane: KvPlane | None):
-        self.ready = ready_message(plane)
+    def __init__(self, model: LoadedModel, plane: KvPlane | None, tiers: TierStack | None):
+        self._tiers = None if tiers is None else TierBlocks(tiers, model.layout.groups[0].block)
+        self._tier_part: TierPart | None = None  # once it runs
+        self._partitions = [partition for partition, owners in enumerate(model.held) if owners]
+        self.ready = ready_message(plane, None if self._tiers is None else self._tiers.shared)
         self._plane = plane
         self._programs = model.programs
         self._num_partitions = model.shapes.num_partitions
@@ -78,14 +90,19 @@ class Steps:
             if not failed.done():
                 failed.set_exception(error)
 
+        def answer_of_tiers(what: link_pb2.TierAnswer) -> None:
+            outbox.put_nowait(link_pb2.FollowerMessage(tier_answer=what))
+
         part = None if self._plane is None else PlanePart(self._plane, answer, fail)
+        if self._tiers is not None:
+            self._tier_part = TierPart(self._tiers, self._partitions, answer_of_tiers, fail)
 
         def done(step: StepDone) -> None:
             is_export = step.kind is StepKind.EXPORT
-            if is_export and part is not None:
+            if is_export:
                 assert step.exported is not None  # the device's own kind of answer
                 assert step.ticket is not None  # as of every export that a gang is told
-                part.exported(step.ticket, step.exported[: step.num_blocks])
+                self._exported(step.ticket, step.partition, step.exported[: step.num_blocks], part)
             drawn = b"" if is_export or step.exported is None else digest_of(step.exported)
             outbox.put_nowait(link_pb2.FollowerMessage(done=link_pb2.FollowerDone(number=step.number, drawn=drawn)))
 
@@ -104,16 +121,43 @@ class Steps:
             if failed.done():
                 failed.result()
             message = getting.result()
-            if message.HasField("step"):
-                device.submit(self._step(message.step, part))
-            elif part is not None:
-                part.obey(message.order)
+            match message.WhichOneof("message"):
+                case "step":
+                    device.submit(self._step(message.step, part))
+                case "order" if part is not None:
+                    part.obey(message.order)
+                case "tier_order" if self._tier_part is not None:
+                    self._tier_part.obey(message.tier_order)
+                case what:
+                    raise GangDiverged(f"the leader tells of what is not here: {what}")
+
+    def beat(self) -> link_pb2.FollowerMessage:
+        tiers = () if self._tier_part is None else self._tier_part.message
+        return link_pb2.FollowerMessage(beat=link_pb2.FollowerBeat(tiers=tiers))
+
+    def close(self) -> None:
+        """Blocks. At the end of the gang, in order."""
+        if self._tier_part is not None:
+            self._tier_part.close()
+
+    def _exported(self, ticket: int, partition: int, pages: np.ndarray, part: PlanePart | None) -> None:
+        if not is_of_tiers(ticket):
+            if part is not None:
+                part.exported(ticket, pages)
+        elif self._tier_part is not None:
+            self._tier_part.exported(ticket, partition, pages)
 
     def _step(self, message: link_pb2.GangStep, part: PlanePart | None) -> Step:
         self._chain.check(message)
         step = step_from(message, num_partitions=self._num_partitions, num_words=self._num_words)
         if step.kind is not StepKind.LAND:
             return step
-        if part is None or step.ticket is None:
+        return replace(step, payload=padded(self._payload(step, part), step.bucket))
+
+    def _payload(self, step: Step, part: PlanePart | None) -> np.ndarray:
+        """What a land writes. GangDiverged where nothing of its ticket came."""
+        if step.ticket is not None and is_of_tiers(step.ticket) and self._tier_part is not None:
+            return self._tier_part.payload(step.ticket, step.partition, step.num_blocks)
+        if step.ticket is None or is_of_tiers(step.ticket) or part is None:
             raise GangDiverged(f"step {step.number} lands what was not copied out")
-        return replace(step, payload=padded(part.payload(step.ticket, step.num_blocks), step.bucket))
+        return part.payload(step.ticket, step.num_blocks)

@@ -7,7 +7,7 @@ process, every stream breaks, and each follower ends with it.
 import asyncio
 import logging
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
 import grpc
 
@@ -17,6 +17,7 @@ from moonshard.rpc.status import FailedPrecondition, InvalidArgument, RequestErr
 from moonshard.serving.config.keys import ConfigError
 from moonshard.serving.gang.members import GangFault
 from moonshard.serving.gang.orders import Orders
+from moonshard.serving.gang.tiers.orders import TierOrders
 from moonshard.serving.gang.watch import LOOKS_PER_TIMEOUT, Watched
 
 SERVICE = link_pb2.DESCRIPTOR.services_by_name["Gang"]
@@ -35,8 +36,13 @@ class Follower:
         self.member = member
         self.watched = Watched(f"member {member} of the gang")
         self.ready: link_pb2.FollowerReady | None = None
+        self.tiers: Sequence[link_pb2.KvTier] = ()  # below its devices' pages, as it told of them last
+        self.tier_orders = TierOrders(member, self._tell_of_tiers)
         self.outbox: asyncio.Queue[bytes | None] = asyncio.Queue()
         self.has_ended = asyncio.Event()
+
+    def _tell_of_tiers(self, order: link_pb2.TierOrder) -> None:
+        self.outbox.put_nowait(link_pb2.LeaderMessage(tier_order=order).SerializeToString())
 
 
 class Gang:
@@ -98,10 +104,14 @@ class Gang:
             self.failed.result()
 
     @property
+    def followers(self) -> list[Follower]:
+        """Those that are there, in their order."""
+        return [self._followers[member] for member in sorted(self._followers)]
+
+    @property
     def ready(self) -> list[link_pb2.FollowerReady]:
         """What the followers that have loaded say of themselves, in their order."""
-        followers = [self._followers[member] for member in sorted(self._followers)]
-        return [follower.ready for follower in followers if follower.ready is not None]
+        return [follower.ready for follower in self.followers if follower.ready is not None]
 
     # ---- while it serves
 
@@ -221,16 +231,20 @@ class Gang:
                     if message.done.drawn:
                         self._compare(message.done.number, message.done.drawn, follower.watched.name)
                 case "answer":
-                    self._take(follower, message.answer)
+                    self._take(self.orders.answered, follower.member, message.answer)
+                case "tier_answer":
+                    self._take(follower.tier_orders.answered, message.tier_answer)
+                case "beat":
+                    follower.tiers = message.beat.tiers
                 case "fault":
                     self._fail(_fault_of(follower, message.fault))
                     return
                 case _:
                     pass
 
-    def _take(self, follower: Follower, answer: link_pb2.FollowerAnswer) -> None:
+    def _take[*Ts](self, answered: Callable[[*Ts], None], *arguments: *Ts) -> None:
         try:
-            self.orders.answered(follower.member, answer)
+            answered(*arguments)
         except GangFault as fault:
             self._fail(fault)
 

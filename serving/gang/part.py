@@ -5,7 +5,7 @@ the same cells before it has been answered.
 """
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,31 @@ from moonshard.serving.wire.tiles import tile_from
 Answer = Callable[[link_pb2.FollowerAnswer], None]
 
 
+class Exported:
+    """What the exports of tickets have read, until somebody takes it. On the event loop."""
+
+    def __init__(self) -> None:
+        self._parts: dict[int, list[np.ndarray]] = {}  # by ticket
+        self._news = asyncio.Event()
+
+    def __len__(self) -> int:
+        """Of how many tickets."""
+        return len(self._parts)
+
+    def add(self, ticket: int, pages: np.ndarray) -> None:
+        """An export of the ticket has read this."""
+        self._parts.setdefault(ticket, []).append(pages)
+        news, self._news = self._news, asyncio.Event()
+        news.set()
+
+    async def all_of(self, ticket: int, num_blocks: int) -> np.ndarray:
+        """All that exports of the ticket read, once they have: the leader's may be done sooner."""
+        while sum(map(len, self._parts.get(ticket, ()))) < num_blocks:
+            await self._news.wait()
+        parts = self._parts.pop(ticket)
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+
 class PlanePart:
     """On the event loop. `fail` is told of what is no failed transfer and no mismatch."""
 
@@ -28,8 +53,7 @@ class PlanePart:
         self._answer = answer
         self._fail = fail
         self._num_orders = 0
-        self._exported: dict[int, list[np.ndarray]] = {}  # by ticket, until they are staged
-        self._news: asyncio.Future[None] = asyncio.get_running_loop().create_future()  # of these
+        self._exported = Exported()  # until it is staged
         self._landing: dict[int, np.ndarray] = {}  # by ticket: what its lands have not taken yet
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -37,9 +61,7 @@ class PlanePart:
 
     def exported(self, ticket: int, pages: np.ndarray) -> None:
         """An export of the ticket has read this."""
-        self._exported.setdefault(ticket, []).append(pages)
-        news, self._news = self._news, asyncio.get_running_loop().create_future()
-        news.set_result(None)
+        self._exported.add(ticket, pages)
 
     def payload(self, ticket: int, num_blocks: int) -> np.ndarray:
         """What the next land of the ticket writes. KeyError where it was not copied out."""
@@ -85,17 +107,10 @@ class PlanePart:
             self._fail(error)
 
     async def _stage(self, stage: link_pb2.KvStage) -> link_pb2.FollowerAnswer:
-        pages = await self._pages(stage.ticket, len(stage.cells))
+        pages = await self._exported.all_of(stage.ticket, len(stage.cells))
         pieces = tuple(map(tile_from, stage.pieces))
         sums = await self._plane.stage(stage.ticket, stage.partition, stage.cells, pages, pieces)
         return link_pb2.FollowerAnswer(staged=link_pb2.KvStaged(checksums=sums))
-
-    async def _pages(self, ticket: int, num_blocks: int) -> np.ndarray:
-        """All that exports of the ticket read, once they have: the leader's may be done sooner."""
-        while sum(map(len, self._exported.get(ticket, ()))) < num_blocks:
-            await asyncio.shield(self._news)
-        parts = self._exported.pop(ticket)
-        return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     async def _publish(self, publish: link_pb2.KvPublish) -> link_pb2.FollowerAnswer:
         to = endpoint_from(publish.endpoint)
@@ -121,8 +136,9 @@ class PlanePart:
         return link_pb2.FollowerAnswer(copied=link_pb2.KvCopied())
 
 
-def ready_message(plane: KvPlane | None) -> link_pb2.FollowerReady:
-    """What a follower says of its plane, where its gang hands KV over."""
+def ready_message(plane: KvPlane | None, tiers: Mapping[str, bool] | None = None) -> link_pb2.FollowerReady:
+    """What a follower says of its plane, where its gang hands KV over, and of its tiers: which are shared."""
+    kinds = [link_pb2.TierKind(name=name, is_shared=is_shared) for name, is_shared in (tiers or {}).items()]
     if plane is None:
-        return link_pb2.FollowerReady()
-    return link_pb2.FollowerReady(session=plane.endpoint.session, regions=region_messages(plane.endpoint))
+        return link_pb2.FollowerReady(tiers=kinds)
+    return link_pb2.FollowerReady(session=plane.endpoint.session, regions=region_messages(plane.endpoint), tiers=kinds)

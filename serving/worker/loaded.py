@@ -17,11 +17,13 @@ from moonshard.serving.engine.loading.model import LoadedModel, Progress, load_m
 from moonshard.serving.gang.executor import GangExecutor
 from moonshard.serving.gang.leader import Gang
 from moonshard.serving.gang.plane import GangPlane
+from moonshard.serving.gang.tiers.places import places_of
 from moonshard.serving.observe.rows.steps import RecordedSteps
 from moonshard.serving.observe.spans.export import SpanExport
 from moonshard.serving.transfer.plane import KvPlane, Plane
 from moonshard.serving.worker.spans import WorkerSpans
 from moonshard.serving.worker.store.opening import open_tiers
+from moonshard.serving.worker.store.places import PlacesOf, alone
 from moonshard.serving.worker.worker import Worker
 
 
@@ -31,7 +33,8 @@ class Loaded:
 
     model: LoadedModel
     plane: Plane | None
-    tiers: TierStack | None
+    tiers: PlacesOf | None
+    stack: TierStack | None  # of this process, from which `tiers` are made
     compilations: CompilationCounter
     executor: Executor | None = None  # what runs the model's steps; None: its programs, by themselves
 
@@ -43,7 +46,8 @@ class Loaded:
         plane = self.plane
         if isinstance(plane, KvPlane):
             plane = GangPlane(plane, gang.orders, gang.ready)
-        return replace(self, executor=GangExecutor(self.model.programs, gang), plane=plane)
+        tiers = None if self.stack is None else places_of(gang, self.stack, self.model)
+        return replace(self, executor=GangExecutor(self.model.programs, gang), plane=plane, tiers=tiers)
 
     def worker(self, config: Config, role: WorkerRole, export: SpanExport | None, recorded: RecordedSteps) -> Worker:
         """The worker, not started; whatever is compiled from now on is a fault."""
@@ -85,8 +89,10 @@ def load(
     )
     with start.timings.phase("kv plane"):
         plane = None if role == "both" else open_plane(model)
-    tiers = None
+    stack = tiers = None
     if config.kv.store.enabled:
         with start.timings.phase("kv store"):
-            tiers = open_tiers(config.kv.store, role, model)
-    return Loaded(model, plane, tiers, compilations)
+            stack = open_tiers(config.kv.store, role, model, processes_of(config, role))
+        if stack is not None:
+            tiers = alone(stack, model.layout.groups[0].block, model.shapes.num_partitions)
+    return Loaded(model, plane, tiers, stack, compilations)

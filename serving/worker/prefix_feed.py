@@ -18,7 +18,7 @@ class PrefixFeed:
     def snapshot(self) -> link_pb2.WorkerMessage:
         """All that the cache knows now; later changes are in `news`."""
         self._next = self._cache.num_events
-        names = [b"".join(self._cache.snapshot(space)) for space in range(self._cache.num_spaces)]
+        names = [b"".join(self._cache.snapshot(space)) for space in range(len(self._cache.spaces))]
         return link_pb2.WorkerMessage(prefix_snapshot=link_pb2.PrefixSnapshot(next_number=self._next, names=names))
 
     def news(self) -> link_pb2.WorkerMessage | None:

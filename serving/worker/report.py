@@ -16,12 +16,13 @@ from moonshard.serving.control.tiers.writes import WriteQueue
 from moonshard.serving.engine.loading.model import LoadedModel
 from moonshard.serving.transfer.endpoint import Endpoint, endpoint_message
 from moonshard.serving.transfer.plane import Plane
+from moonshard.serving.wire.tiers import tier_message
 
 
 def welcome_message(
-    model: LoadedModel, *, role: WorkerRole, epoch: bytes, endpoint: Endpoint | None
+    model: LoadedModel, *, role: WorkerRole, epoch: bytes, endpoint: Endpoint | None, num_processes: int
 ) -> link_pb2.Welcome:
-    """`endpoint`: where KV for this worker is written to; None where it takes none."""
+    """`endpoint`: where KV for this worker is written to; None where it takes none. `num_processes`: with tiers."""
     return link_pb2.Welcome(
         protocol_version=PROTOCOL_VERSION,
         epoch=epoch,
@@ -37,6 +38,7 @@ def welcome_message(
         load_s=model.load_s,
         compile_s=model.compile_s,
         kernels=model.kernels,
+        num_processes=num_processes,
         endpoint=None if endpoint is None else endpoint_message(endpoint),
     )
 
@@ -90,21 +92,7 @@ def store_message(
 ) -> link_pb2.KvStore:
     """The tiers below the device's pages as they are now."""
     return link_pb2.KvStore(
-        tiers=[
-            link_pb2.KvTier(
-                name=name,
-                num_hits=tier.num_hits,
-                num_misses={cause.value: num for cause, num in tier.num_misses.items()},
-                num_kept=tier.num_kept,
-                num_not_kept=tier.num_not_kept,
-                num_evicted=tier.num_evicted,
-                read_bytes=tier.bytes_read,
-                written_bytes=tier.bytes_written,
-                held_bytes=tier.bytes_held,
-                is_up=tier.is_up,
-            )
-            for name, tier in counters.items()
-        ],
+        tiers=[tier_message(name, tier) for name, tier in counters.items()],
         num_late_fetches=num_late,
         num_queued_blocks=len(queue),
         num_aside_blocks=queue.num_aside,

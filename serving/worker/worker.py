@@ -10,10 +10,10 @@ import functools
 import logging
 import resource
 import secrets
+from dataclasses import replace
 
-from moonshard.kv.store.stack import TierStack
 from moonshard.rpc import link_pb2
-from moonshard.serving.config.keys import Config, WorkerRole
+from moonshard.serving.config.keys import Config, WorkerRole, processes_of
 from moonshard.serving.constrained.compiling import Compiling
 from moonshard.serving.constrained.grammars import load_grammars
 from moonshard.serving.constrained.masks import Masks
@@ -43,6 +43,7 @@ from moonshard.serving.worker.roles.decode import DecodeRole
 from moonshard.serving.worker.roles.prefill import PrefillRole
 from moonshard.serving.worker.roles.role import Parts, Role, nothing_came
 from moonshard.serving.worker.spans import FAILED, WorkerSpans
+from moonshard.serving.worker.store.places import PlacesOf
 from moonshard.serving.worker.store.store import WorkerStore
 
 TICK_S = 0.1  # how late a lease's end, a place for a waiting reservation or what is newly cached may be noticed
@@ -53,7 +54,8 @@ logger = logging.getLogger(__name__)
 class Worker:
     """What is behind the links: the engine, whose events it listens to, and the role.
 
-    `plane` is the KV plane of a worker whose role has handoffs; None for `both`. `tiers`: below the device's pages.
+    `plane` is the KV plane of a worker whose role has handoffs; None for `both`. `tiers` opens what there is below
+    the device's pages.
     `executor`: what runs the model's steps; None: its programs.
     """
 
@@ -64,7 +66,7 @@ class Worker:
         model: LoadedModel,
         compilations: CompilationCounter,
         plane: Plane | None,
-        tiers: TierStack | None = None,
+        tiers: PlacesOf | None = None,
         *,
         executor: Executor | None = None,
         spans: WorkerSpans,
@@ -85,8 +87,9 @@ class Worker:
         self._misfit_warning = MisfitWarning(self._fit)
         drafters = drafters_of(config.speculation, masks, self._worth, self._fit)
         prepared = model.programs.prepared
+        num_processes = 1 if tiers is None else processes_of(config, role)
         self._scheduler = Scheduler(
-            model.scheduler_config(config),
+            replace(model.scheduler_config(config), num_processes=num_processes),
             self._pool,
             drafters,
             weigh=self._worth.weigh,
@@ -127,14 +130,9 @@ class Worker:
         )
         self._ticking: asyncio.TimerHandle | None = None
 
-    def _open_store(self, tiers: TierStack) -> WorkerStore:
-        return WorkerStore(
-            engine=self.engine,
-            scheduler=self._scheduler,
-            pool=self._pool,
-            stack=tiers,
-            block=self._model.layout.groups[0].block,
-        )
+    def _open_store(self, tiers: PlacesOf) -> WorkerStore:
+        places = tiers(self.engine)
+        return WorkerStore(engine=self.engine, scheduler=self._scheduler, pool=self._pool, places=places)
 
     # ---- its life
 
@@ -219,7 +217,13 @@ class Worker:
         return self._links.were_there
 
     def welcome(self) -> link_pb2.Welcome:
-        return welcome_message(self._model, role=self.role.name, epoch=self.epoch, endpoint=self.role.endpoint)
+        return welcome_message(
+            self._model,
+            role=self.role.name,
+            epoch=self.epoch,
+            endpoint=self.role.endpoint,
+            num_processes=self._scheduler.cache.spaces.num_processes,
+        )
 
     def load(self, link: Link | None = None) -> link_pb2.WorkerLoad:
         """The load as `link` is told it: `num_seen` counts the messages of that link."""

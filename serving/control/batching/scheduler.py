@@ -61,6 +61,7 @@ class SchedulerConfig(PartitionConfig):
     max_queued_requests: int
     has_prefix_cache: bool = True
     has_next_token_kv: bool = False  # a token has KV that depends on the token behind it, as a draft model's does
+    num_processes: int = 1  # that have tiers below the pages, each for its part of the partitions
     num_microbatches: int = 1  # parts of the slots that decode in turn, so that the stages of a pipeline all have work
 
     def __post_init__(self) -> None:
@@ -92,7 +93,12 @@ class Scheduler:
         self._accepted: dict[bytes, Accepted] = {}
         self._launches = Launches()
         self._totals = Totals()
-        self.cache = PrefixCache(pool, is_on=config.has_prefix_cache, has_next_token_kv=config.has_next_token_kv)
+        self.cache = PrefixCache(
+            pool,
+            is_on=config.has_prefix_cache,
+            has_next_token_kv=config.has_next_token_kv,
+            num_processes=config.num_processes,
+        )
         self._partitions = tuple(
             Partition(config, pool, self.cache, partition, self._launches, self._totals)
             for partition in range(pool.num_partitions)

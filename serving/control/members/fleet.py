@@ -7,6 +7,7 @@ it ran, and its KV could not move. The first to be there sets the measure. One t
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from moonshard.kv.prefix import Spaces
 from moonshard.serving.control.routing.router import Home
 
 PREFILL_ROLES = frozenset({"prefill"})
@@ -38,6 +39,11 @@ class Member:
     vocab_size: int
     block_size: int
     max_context_tokens: int
+    num_processes: int = 1  # that have tiers of their own
+
+    @property
+    def spaces(self) -> Spaces:
+        return Spaces(self.num_partitions, self.num_processes)
 
     @property
     def homes(self) -> tuple[Home, ...]:

@@ -32,6 +32,7 @@ def member_of(address: str, welcome: link_pb2.Welcome) -> Member:
         vocab_size=welcome.vocab_size,
         block_size=welcome.block_size,
         max_context_tokens=welcome.max_context_tokens,
+        num_processes=welcome.num_processes or 1,
     )
 
 
@@ -39,8 +40,7 @@ def member_of(address: str, welcome: link_pb2.Welcome) -> Member:
 class _Heard:
     """What one session has told."""
 
-    homes: tuple[Home, ...]
-    below: tuple[Home, Home]  # under which the index knows what is in tiers, as `Below` counts them
+    member: Member
     prefixes: PrefixSubscriber
     fetch_shares: tuple[float, float] | None = None  # that the router was told of; None: it has no tiers so far
     unseen: deque[tuple[int, Reservation]] = field(default_factory=deque)  # and the number of its message
@@ -86,11 +86,9 @@ class Knowledge:
         member = member_of(session.address, session.welcome)
         self.dispatcher.join(member)
         self._by_epoch[member.epoch] = session
-        homes = member.homes
-        numbers = tuple(self._router.home_number(home) for home in (*homes, *_below(member)))
-        self._heard[session] = _Heard(
-            homes=homes, below=_below(member), prefixes=PrefixSubscriber(self._router.index, numbers)
-        )
+        spaces = range(len(member.spaces))
+        numbers = tuple(self._router.home_number(Home(member.address, space)) for space in spaces)
+        self._heard[session] = _Heard(member=member, prefixes=PrefixSubscriber(self._router.index, numbers))
         session.send(TELL_PREFIXES)
 
     def end(self, session: WorkerSession) -> None:
@@ -134,7 +132,7 @@ class Knowledge:
         queued_tokens = tuple(load.queued_tokens)
         held = load.active_tokens if session.role != "prefill" else [0] * len(queued_tokens)
         reserved = load.reserved_tokens or [0] * len(held)
-        for home, queued, active, coming in zip(heard.homes, queued_tokens, held, reserved, strict=False):
+        for home, queued, active, coming in zip(heard.member.homes, queued_tokens, held, reserved, strict=False):
             self._router.report(home, queued + active + coming)
         if load.HasField("kv_store"):
             self._fetches(heard, (load.kv_store.own_fetch_share, load.kv_store.shared_fetch_share))
@@ -143,15 +141,14 @@ class Knowledge:
 
     def _fetches(self, heard: _Heard, shares: tuple[float, float]) -> None:
         """Tells the router what changed: reports come with every step, and they change a few times a second."""
-        if shares != heard.fetch_shares:
-            heard.fetch_shares = shares
-            self._router.fetches(heard.homes, *heard.below, *shares)
-
-
-def _below(member: Member) -> tuple[Home, Home]:
-    """The homes that stand for a worker's tiers: numbered on from its partitions, as the worker tells of them."""
-    own, shared = (Home(member.address, member.num_partitions + below) for below in Below)
-    return own, shared
+        if shares == heard.fetch_shares:
+            return
+        heard.fetch_shares = shares
+        member, spaces = heard.member, heard.member.spaces
+        for process in range(member.num_processes):
+            homes = [member.homes[partition] for partition in spaces.partitions_of(process)]
+            own, shared = (Home(member.address, spaces.below(below, process)) for below in (Below.OWN, Below.SHARED))
+            self._router.fetches(homes, own, shared, *shares)
 
 
 def _take_events(prefixes: PrefixSubscriber, epoch: int, events: link_pb2.PrefixEvents) -> bool:

@@ -16,18 +16,16 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-import numpy as np
-
 from moonshard.kv.blocks import BlockPool
 from moonshard.kv.prefix import BlockName
-from moonshard.kv.store.stack import Fetched, TierStack
 from moonshard.serving.control.batching.scheduler import Scheduler
 from moonshard.serving.control.tiers.fetches import NOTHING, UNKNOWN_WAIT_S, FetchPlan, FetchTimes, runs_of
 from moonshard.serving.engine.engine import Engine
 from moonshard.serving.wire.link import Link
 from moonshard.serving.worker.background import Background
 from moonshard.serving.worker.roles.held import Held, Wait
-from moonshard.serving.worker.store.threads import Asked, TierThreads
+from moonshard.serving.worker.store.places import Came, Place
+from moonshard.serving.worker.store.threads import Asked
 
 FIND_WAIT_S = 0.05  # for what the tiers say they have
 
@@ -43,9 +41,8 @@ class Wanted:
 class FetchedFirst:
     """The requests of all links that wait. On the event loop.
 
-    `as_pages` makes rows of bytes the array that `Engine.land` takes. `on_found` is told which tier has each
-    block of a chain, `on_fetched` which of them came up, `on_came` how many tokens came from each tier of a request
-    that was begun already.
+    `places`: of each partition. `on_found` is told which tier of a partition has each block of a chain, `on_fetched`
+    which of them came up, `on_came` how many tokens came from each tier of a request that was begun already.
     """
 
     def __init__(
@@ -54,12 +51,10 @@ class FetchedFirst:
         engine: Engine,
         scheduler: Scheduler,
         pool: BlockPool,
-        stack: TierStack,
+        places: Sequence[Place],
         times: FetchTimes,
-        threads: TierThreads,
-        as_pages: Callable[[np.ndarray], np.ndarray],
-        on_found: Callable[[Sequence[BlockName], Sequence[str | None]], None],
-        on_fetched: Callable[[Fetched], None],
+        on_found: Callable[[int, Sequence[BlockName], Sequence[str | None]], None],
+        on_fetched: Callable[[Sequence[BlockName]], None],
         on_came: Callable[[bytes, dict[str, int]], None],
     ):
         self._on_found = on_found
@@ -67,10 +62,8 @@ class FetchedFirst:
         self._scheduler = scheduler
         self._pool = pool
         self._cache = scheduler.cache
-        self._stack = stack
+        self._places = places
         self._times = times
-        self._threads = threads
-        self._as_pages = as_pages
         self._on_fetched = on_fetched
         self._held = Held[Wanted]()
         self._leaders: dict[tuple[int, BlockName], asyncio.Future[None]] = {}  # who fetches from that block on
@@ -97,7 +90,7 @@ class FetchedFirst:
         """
         if (wait := self._held.get(request_id)) is not None and wait.link is link:
             return
-        if wait is not None or self._threads.is_full:
+        if wait is not None or self._places[wanted.partition].is_full:
             begin({})
             return
         if not self._missing(wanted):
@@ -130,7 +123,7 @@ class FetchedFirst:
         is_wanted = self._held.let_go(wait)
         landed = _NONE
         if brought is not None:
-            landed = self._land(wanted, brought) if is_wanted else _Landed(brought.taken, {})
+            landed = self._land(wanted, brought) if is_wanted else self._drop(wanted, brought)
         if is_wanted:
             begin(landed.tokens)  # it holds at once what it finds, if it can be admitted
         if landed.blocks:
@@ -153,27 +146,28 @@ class FetchedFirst:
         """
         wanted = wait.what
         missing = self._missing(wanted)
-        if not missing or self._threads.is_full:
+        place = self._places[wanted.partition]
+        if not missing or place.is_full:
             return None
         with self._leading(wanted.partition, missing[0]):
             kept = dict(zip(missing, await self._find(wait, missing), strict=False))
             num_found = len(wanted.names) - len(self._missing(wanted))
             plan = self._plan(wanted, num_found, kept, self._tokens_ahead(wanted.partition))
             left_s = plan.wait_s - (time.perf_counter() - began_s)
-            if left_s <= 0 or self._held.is_over(wait) or self._threads.is_full:
+            if left_s <= 0 or self._held.is_over(wait) or place.is_full:
                 return None
             is_first = not self._scheduler.num_blocks_due(wanted.partition)
             taken = self._take(wanted, num_found, plan.num_blocks) if is_first else None
             if taken is None:
                 self._put_off(wait.request_id, wait.link, wanted, kept)
                 return None
-            fetched = await self._fetch_planned(wanted.names[num_found:], replace(plan, wait_s=left_s))
-            return _Brought(num_found, taken, fetched)
+            came = await self._fetch_planned(wanted, num_found, replace(plan, wait_s=left_s))
+            return _Brought(num_found, taken, came)
 
     def bring_now(self, request_id: bytes) -> bool:
         """Whether blocks are being fetched of a request that could be admitted: then it is, once they have landed."""
         wait = self._later.get(request_id)
-        if wait is None or self._threads.is_full:
+        if wait is None or self._places[wait.what.wanted.partition].is_full:
             return False
         wanted = wait.what.wanted
         missing = self._missing(wanted)
@@ -207,8 +201,8 @@ class FetchedFirst:
         leading: contextlib.ExitStack,
     ) -> None:
         with leading:
-            fetched = await self._fetch_planned(wanted.names[num_found:], plan)
-            landed = self._land(wanted, _Brought(num_found, taken, fetched))
+            came = await self._fetch_planned(wanted, num_found, plan)
+            landed = self._land(wanted, _Brought(num_found, taken, came))
         if landed.tokens:
             self._on_came(request_id, landed.tokens)
         self._scheduler.take_back(wanted.partition, request_id)
@@ -236,12 +230,15 @@ class FetchedFirst:
         """
         behind = [tiers.get(name) for name in wanted.names[num_found:]]
         plan = self._times.plan(runs_of(behind), num_tokens_ahead, time.perf_counter())
-        if plan.num_blocks and not plan.wait_s and not self._threads.is_full:
-            self._background.spawn(self._try_out(wanted.names[num_found:], plan))
+        place = self._places[wanted.partition]
+        if plan.num_blocks and not plan.wait_s and not place.is_full:
+            self._background.spawn(self._try_out(place, self._ask(wanted, num_found, plan)))
         return plan if plan.wait_s else NOTHING
 
-    async def _try_out(self, chain: Sequence[BlockName], plan: FetchPlan) -> None:
-        self._note(await self._ask(chain, plan).future)
+    async def _try_out(self, place: Place, asked: Asked[Came]) -> None:
+        came = await asked.future
+        place.drop(came)
+        self._note(came)
 
     def _take(self, wanted: Wanted, num_found: int, num_blocks: int) -> tuple[int, ...] | None:
         """Holds the first `num_found` blocks, and takes so many behind them; None, and nothing changes, where they are
@@ -261,23 +258,25 @@ class FetchedFirst:
         """Which tier has each block. On a busy machine it may be long before that is known: then the request is begun,
         and what is told later is still of use where it has to wait.
         """
-        asked = self._threads.look_up(self._stack.find, chain)
+        partition = wait.what.partition
+        asked = self._places[partition].find(chain)
         if not await asked.within(FIND_WAIT_S):
-            self._background.spawn(
-                self._find_late(
-                    chain, asked, self._put_off(wait.request_id, wait.link, wait.what, dict.fromkeys(chain))
-                )
-            )
+            tiers = self._put_off(wait.request_id, wait.link, wait.what, dict.fromkeys(chain))
+            self._background.spawn(self._find_late(partition, chain, asked, tiers))
             return ()
-        self._on_found(chain, asked.future.result())
+        self._on_found(partition, chain, asked.future.result())
         return asked.future.result()
 
     async def _find_late(
-        self, chain: Sequence[BlockName], asked: Asked[list[str | None]], tiers: dict[BlockName, str | None]
+        self,
+        partition: int,
+        chain: Sequence[BlockName],
+        asked: Asked[list[str | None]],
+        tiers: dict[BlockName, str | None],
     ) -> None:
         await asyncio.wait([asked.future])
         if not asked.future.cancelled():  # as it is where this ends first
-            self._on_found(chain, asked.future.result())
+            self._on_found(partition, chain, asked.future.result())
             tiers.update(zip(chain, asked.future.result(), strict=True))
 
     def _put_off(
@@ -288,36 +287,39 @@ class FetchedFirst:
         """
         self._later.hold(request_id, link, _Later(wanted, tiers))
         rest = [name for name in wanted.names if name not in tiers]
-        if rest and not self._threads.is_full:
-            self._background.spawn(self._find_late(rest, self._threads.look_up(self._stack.find, rest), tiers))
+        place = self._places[wanted.partition]
+        if rest and not place.is_full:
+            self._background.spawn(self._find_late(wanted.partition, rest, place.find(rest), tiers))
         return tiers
 
     def _tokens_ahead(self, partition: int) -> int:
         return self._engine.counters().queued_tokens[partition]
 
-    async def _fetch_planned(self, chain: Sequence[BlockName], plan: FetchPlan) -> Fetched | None:
+    async def _fetch_planned(self, wanted: Wanted, num_found: int, plan: FetchPlan) -> Came | None:
         """None where they did not come in time."""
-        asked_s, asked = time.perf_counter(), self._ask(chain, plan)
+        asked_s, asked = time.perf_counter(), self._ask(wanted, num_found, plan)
         if await asked.within(plan.wait_s):
             self._note(asked.future.result())
             return asked.future.result()
         self.num_late += 1
         if not asked.give_up():
-            self._background.spawn(self._note_late(asked, plan, asked_s))
+            self._background.spawn(self._note_late(self._places[wanted.partition], asked, plan, asked_s))
         return None
 
-    def _ask(self, chain: Sequence[BlockName], plan: FetchPlan) -> Asked[Fetched]:
+    def _ask(self, wanted: Wanted, num_found: int, plan: FetchPlan) -> Asked[Came]:
+        """For what is planned behind the first so many blocks."""
+        chain = wanted.names[num_found : num_found + plan.num_blocks]
         tiers = [run.tier for run in plan.runs for _ in range(run.num_blocks)]
-        return self._threads.ask(self._stack.fetch, chain[: plan.num_blocks], tiers)
+        return self._places[wanted.partition].fetch(chain, tiers)
 
-    async def _note_late(self, asked: Asked[Fetched], plan: FetchPlan, asked_s: float) -> None:
+    async def _note_late(self, place: Place, asked: Asked[Came], plan: FetchPlan, asked_s: float) -> None:
         """Until it is known how long it takes, it takes as long as it has taken, and the farthest tier is to blame."""
         farthest = plan.runs[-1]
         self._times.fetched(farthest.tier, farthest.num_blocks, time.perf_counter() - asked_s)
-        self._note(await asked.future)
+        await self._try_out(place, asked)
 
-    def _note(self, fetched: Fetched) -> None:
-        for run in fetched.runs:
+    def _note(self, came: Came) -> None:
+        for run in came.runs:
             if run.num_blocks == run.num_asked:  # what failed says nothing of how long it takes
                 self._times.fetched(run.tier, run.num_blocks, run.seconds)
 
@@ -325,26 +327,34 @@ class FetchedFirst:
 
     def _land(self, wanted: Wanted, brought: "_Brought") -> "_Landed":
         """Lands what the cache still lacks. What it holds is the caller's to release."""
-        if brought.fetched is None:
+        came = brought.came
+        if came is None:
             return _Landed(brought.taken, {})
         partition, cache, names = wanted.partition, self._cache, wanted.names
         before = cache.match(partition, names)  # others may have computed more of it meanwhile
         cache.hold(partition, before)
-        num_new = max(0, brought.num_found + len(brought.fetched.names) - len(before))
+        num_new = max(0, brought.num_found + len(came.names) - len(before))
         blocks = brought.taken[brought.num_found :][:num_new]
         if blocks:
-            rows = brought.fetched.blocks[len(before) - brought.num_found :]
-            self._engine.land(partition, blocks, self._as_pages(rows), lambda: None)
+            self._places[partition].land(partition, blocks, came, len(before) - brought.num_found)
             for index, block in enumerate(blocks, len(before)):
                 cache.note(partition, block, names[index], names[index - 1] if index else None)
-            self._on_fetched(brought.fetched)
+            self._on_fetched(came.names)
+        else:
+            self._places[partition].drop(came)
         spare = brought.taken[: brought.num_found] + brought.taken[brought.num_found + len(blocks) :]
         self._pool.release(partition, spare[::-1])
-        return _Landed(before + blocks, self._tokens_of(brought.fetched, len(blocks)))
+        return _Landed(before + blocks, self._tokens_of(came, len(blocks)))
 
-    def _tokens_of(self, fetched: Fetched, num_landed: int) -> dict[str, int]:
+    def _drop(self, wanted: Wanted, brought: "_Brought") -> "_Landed":
+        """The request is over: nothing of what came is landed."""
+        if brought.came is not None:
+            self._places[wanted.partition].drop(brought.came)
+        return _Landed(brought.taken, {})
+
+    def _tokens_of(self, came: Came, num_landed: int) -> dict[str, int]:
         """The tokens that came from each tier: those of the last blocks that were fetched."""
-        tiers = [run.tier for run in fetched.runs for _ in range(run.num_blocks)]
+        tiers = [run.tier for run in came.runs for _ in range(run.num_blocks)]
         tokens = dict[str, int]()
         for tier in tiers[len(tiers) - num_landed :]:
             tokens[tier] = tokens.get(tier, 0) + self._pool.block_size
@@ -365,7 +375,7 @@ class _Brought:
 
     num_found: int  # of the former
     taken: tuple[int, ...]
-    fetched: Fetched | None  # None: it did not come in time
+    came: Came | None  # None: it did not come in time
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,8 +33,9 @@ GIB = 1024**3
 logger = logging.getLogger(__name__)
 
 
-def open_tiers(config: StoreConfig, role: WorkerRole, model: LoadedModel) -> TierStack | None:
-    """None where the model's blocks are never found again, or there is no room for any tier. Blocks.
+def open_tiers(config: StoreConfig, role: WorkerRole, model: LoadedModel, num_processes: int = 1) -> TierStack | None:
+    """None where the model's blocks are never found again, or there is no room for any tier: among the `num_processes`
+    of a worker, who share its limits evenly, that is a stack of none. Blocks.
 
     ConfigError where a tier cannot be opened for another reason than room and disks, by its key.
     """
@@ -42,13 +43,14 @@ def open_tiers(config: StoreConfig, role: WorkerRole, model: LoadedModel) -> Tie
         logger.warning("kv.store: off, since the model has several KV groups or a window")
         return None
     tiers = list[Tier]()
-    if config.host_bytes and (host := _open_host(config.host_bytes, model.block_bytes)):
+    host_bytes, ssd_bytes = config.host_bytes // num_processes, config.ssd_bytes // num_processes
+    if host_bytes and (host := _open_host(host_bytes, model.block_bytes)):
         tiers.append(host)
     if config.is_shared:
         tiers.append(_open_shared(config, model))
-    if config.ssd_path is not None and (files := _open_files(config.ssd_path, role, config.ssd_bytes, model)):
+    if config.ssd_path is not None and (files := _open_files(config.ssd_path, role, ssd_bytes, model)):
         tiers.append(files)
-    return TierStack(tiers) if tiers else None
+    return TierStack(tiers) if tiers or num_processes > 1 else None
 
 
 def layout_of(model: LoadedModel) -> bytes:

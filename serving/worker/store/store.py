@@ -5,12 +5,9 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 
-import jax.numpy as jnp
-import numpy as np
-
 from moonshard.kv.blocks import BlockPool
 from moonshard.kv.prefix import NAME_BYTES, Below, BlockName, split_names
-from moonshard.kv.store.stack import Fetched, TierStack
+from moonshard.kv.store.tier import TierCounters, together
 from moonshard.rpc import link_pb2
 from moonshard.serving.control.batching.scheduler import Scheduler
 from moonshard.serving.control.plan import Plan, PrefillPlan
@@ -22,11 +19,11 @@ from moonshard.serving.engine.engine import Engine
 from moonshard.serving.engine.steps import StepKind
 from moonshard.serving.wire import requests as wire
 from moonshard.serving.wire.link import Link
+from moonshard.serving.worker.background import Background
 from moonshard.serving.worker.report import store_message
 from moonshard.serving.worker.store.fetching import FetchedFirst, Wanted
-from moonshard.serving.worker.store.threads import TierThreads
+from moonshard.serving.worker.store.places import Place
 from moonshard.serving.worker.store.writing import WriteThrough
-from moonshard.sharding.layout import BlockShape
 
 MAX_QUEUED_BLOCKS = 4096  # names that wait to be written; fewer where the device has fewer pages, which are then reused
 MAX_CAME = 4096
@@ -43,17 +40,17 @@ class WorkerStore:
         engine: Engine,
         scheduler: Scheduler,
         pool: BlockPool,
-        stack: TierStack,
-        block: BlockShape,
+        places: Sequence[Place],
     ):
-        self._stack = stack
+        """`places`: of each partition."""
         self._scheduler = scheduler
         self._pool = pool
-        self._shape = (block.num_layers, block.block_size, block.num_features)
-        self._dtype = jnp.dtype(block.dtype)
-        self._threads = TierThreads()
+        self._spaces = scheduler.cache.spaces
+        self._places = places
+        self._each = tuple(dict.fromkeys(places))
+        self._shared = {tier: is_shared for place in self._each for tier, is_shared in place.shared.items()}
         num_blocks = pool.num_partitions * pool.blocks_per_partition
-        self._queue = WriteQueue(min(num_blocks, MAX_QUEUED_BLOCKS), pool.num_partitions, stack.names)
+        self._queue = WriteQueue(min(num_blocks, MAX_QUEUED_BLOCKS), pool.num_partitions, tuple(self._shared))
         self._came = OrderedDict[bytes, Mapping[str, int]]()  # tokens by tier, of requests without a first token
         self.message = link_pb2.KvStore()  # as of the last tick
         self._busy = BusyTime()
@@ -61,26 +58,24 @@ class WorkerStore:
         self._writing = WriteThrough(
             engine=engine,
             scheduler=scheduler,
-            num_partitions=pool.num_partitions,
-            stack=stack,
+            places=places,
             queue=self._queue,
-            threads=self._threads,
             on_kept=self._on_kept,
         )
         self._fetching = FetchedFirst(
             engine=engine,
             scheduler=scheduler,
             pool=pool,
-            stack=stack,
+            places=places,
             times=self._times,
-            threads=self._threads,
-            as_pages=self._as_pages,
             on_found=self._on_found,
-            on_fetched=self._on_fetched,
+            on_fetched=self._writing.came_up,
             on_came=self._on_came,
         )
         self._kept_up_s = time.monotonic()
-        self._on_kept(stack.held())
+        self._background = Background(engine.fail)
+        for process, place in enumerate(self._each):
+            self._background.spawn(self._note_held(process, place))
 
     # ---- requests
 
@@ -135,10 +130,10 @@ class WorkerStore:
         self._fetching.tick()
         if time.monotonic() - self._kept_up_s > UPKEEP_S:
             self._kept_up_s = time.monotonic()
-            self._threads.write_behind(self._stack.upkeep)
-        self.message = store_message(
-            self._stack.counters, self._queue, num_late=self._fetching.num_late, shares=self._shares()
-        )
+            for place in self._each:
+                place.upkeep()
+        counters = {tier: together(self._counters_of(tier)) for tier in self._shared}
+        self.message = store_message(counters, self._queue, num_late=self._fetching.num_late, shares=self._shares())
 
     def on_done(self, done: StepDone, plan: Plan | None) -> None:
         seconds = self._busy.added_ns(done.launched_ns, done.done_ns) / 1e9
@@ -154,41 +149,52 @@ class WorkerStore:
 
     def close(self) -> None:
         """Blocks, for a few seconds at the most. What has not been written by now is not."""
-        self._threads.close()
-        closing = threading.Thread(target=self._stack.close, name="tier-close", daemon=True)  # which may hang, too
+        self._writing.close()
+        for place in self._each:
+            place.stop()
+
+        def close_all() -> None:
+            for place in self._each:
+                place.close()
+
+        closing = threading.Thread(target=close_all, name="tier-close", daemon=True)  # which may hang, too
         closing.start()
         closing.join(CLOSE_S)
 
-    def _as_pages(self, rows: np.ndarray) -> np.ndarray:
-        return rows.view(self._dtype).reshape(len(rows), *self._shape)
+    def _counters_of(self, tier: str) -> list[TierCounters]:
+        """Of each process that has it."""
+        return [place.counters[tier] for place in self._each if tier in place.counters]
 
     def _shares(self) -> Mapping[Below, float]:
         """How long fetching takes beside computing, from the slowest tier of each kind."""
         shares = dict.fromkeys(Below, 1.0)  # where there is no such tier nothing is saved
-        for tier in self._stack.names:
+        for tier in self._shared:
             shares[self._below(tier)] = self._times.share(tier)
         return shares
 
-    def _on_found(self, chain: Sequence[BlockName], tiers: Sequence[str | None]) -> None:
+    def _on_found(self, partition: int, chain: Sequence[BlockName], tiers: Sequence[str | None]) -> None:
+        cache, process = self._scheduler.cache, self._spaces.process_of(partition)
         gone = [name for name, tier in zip(chain, tiers, strict=True) if tier is None]
         for below in Below:
-            self._scheduler.cache.note_below(below, gone, is_known=False)
-        for tier in self._stack.names:
+            cache.note_below(below, gone, is_known=False, process=process)
+        for tier in self._shared:
             here = [name for name, each in zip(chain, tiers, strict=True) if each == tier]
-            self._scheduler.cache.note_below(self._below(tier), here)
+            cache.note_below(self._below(tier), here, process=process)
 
-    def _on_kept(self, kept: Mapping[str, Sequence[BlockName]]) -> None:
+    def _on_kept(self, partition: int, kept: Mapping[str, Sequence[BlockName]]) -> None:
+        self._note_kept(self._spaces.process_of(partition), kept)
+
+    async def _note_held(self, process: int, place: Place) -> None:
+        self._note_kept(process, await place.held())
+
+    def _note_kept(self, process: int, kept: Mapping[str, Sequence[BlockName]]) -> None:
         for tier, names in kept.items():
-            self._scheduler.cache.note_below(self._below(tier), names)
+            self._scheduler.cache.note_below(self._below(tier), names, process=process)
 
     def _below(self, tier: str) -> Below:
-        return Below.SHARED if self._stack.is_shared(tier) else Below.OWN
+        return Below.SHARED if self._shared[tier] else Below.OWN
 
     def _on_came(self, request_id: bytes, tokens: Mapping[str, int]) -> None:
         self._came[request_id] = tokens
         if len(self._came) > MAX_CAME:  # of requests that ended without a first token
             self._came.popitem(last=False)
-
-    def _on_fetched(self, fetched: Fetched) -> None:
-        self._writing.came_up(fetched.names)
-        self._threads.write_behind(lambda: self._stack.promote(fetched))

@@ -12,18 +12,15 @@ beginnings are in use.
 import asyncio
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
-
-import numpy as np
+from collections.abc import Awaitable, Callable, Sequence
 
 from moonshard.kv.prefix import BlockName, PrefixEvent
-from moonshard.kv.store.stack import TierStack
 from moonshard.serving.control.batching.scheduler import Scheduler
 from moonshard.serving.control.tiers.piece import Piece
 from moonshard.serving.control.tiers.writes import WriteQueue
 from moonshard.serving.engine.engine import Engine
 from moonshard.serving.worker.background import Background
-from moonshard.serving.worker.store.threads import TierThreads
+from moonshard.serving.worker.store.places import Place
 
 PIECE_BLOCKS = 8
 MAX_RENEWALS = 64  # chains that wait to be looked for
@@ -37,23 +34,19 @@ class WriteThrough:
         *,
         engine: Engine,
         scheduler: Scheduler,
-        num_partitions: int,
-        stack: TierStack,
+        places: Sequence[Place],
         queue: WriteQueue,
-        threads: TierThreads,
-        on_kept: Callable[[dict[str, list[BlockName]]], None],
+        on_kept: Callable[[int, dict[str, list[BlockName]]], None],
         clock: Callable[[], float] = time.monotonic,
     ):
-        """`on_kept` is told the names that each tier has now."""
+        """`places`: of each partition. `on_kept` is told the names that each tier of a partition has now."""
         self._on_kept = on_kept
         self._clock = clock
-        self._engine = engine
         self._scheduler = scheduler
         self._cache = scheduler.cache
-        self._num_partitions = num_partitions
-        self._stack = stack
+        self._places = places
         self._queue = queue
-        self._threads = threads
+        self._is_closed = False
         self._next_event = self._cache.num_events
         self._from_below = dict[BlockName, None]()  # fetched, and not yet told of by the cache
         self._is_busy = False  # with one piece
@@ -64,7 +57,7 @@ class WriteThrough:
         self._is_renewing = False
         self._background = Background(engine.fail)
 
-    def came_up(self, names: tuple[BlockName, ...]) -> None:
+    def came_up(self, names: Sequence[BlockName]) -> None:
         """The cache is about to learn these, which some tier has."""
         self._from_below.update(dict.fromkeys(names))
 
@@ -93,17 +86,21 @@ class WriteThrough:
             await self._written.wait()
             self.tick()
 
+    def close(self) -> None:
+        """Nothing more is begun."""
+        self._is_closed = True
+
     def _learn(self) -> None:
         events = self._cache.events_from(self._next_event)
         self._next_event = self._cache.num_events
         if events is None:  # it fell far behind: all there is now, in whatever order
-            known = [(each, name) for each in range(self._num_partitions) for name in self._cache.snapshot(each)]
+            known = [(each, name) for each in range(len(self._places)) for name in self._cache.snapshot(each)]
             events = tuple(PrefixEvent(0, partition, name, is_known=True) for partition, name in known)
         self._queue.note(events, self._from_below)
         self._from_below.clear()
 
     def _begin(self) -> None:
-        if self._is_busy or self._threads.is_closed:
+        if self._is_busy or self._is_closed:
             return
         take_last = self._queue.take_last
         piece = take_last(PIECE_BLOCKS) if self._is_flushing else self._queue.take(PIECE_BLOCKS, self._clock())
@@ -113,18 +110,18 @@ class WriteThrough:
 
     async def _find_lacking(self, piece: Piece) -> None:
         chains = [piece.names[chain] for chain in piece.chains()]
-        self._to_read = piece.only(await self._threads.write(self._stack.lacking, chains, piece.again_for))
+        self._to_read = piece.only(await self._places[piece.partition].lacking(chains, piece.again_for))
         self._read()
 
     def _renew(self) -> None:
-        if self._renewals and not (self._is_renewing or self._is_flushing or self._threads.is_closed):
+        if self._renewals and not (self._is_renewing or self._is_flushing or self._is_closed):
             (partition, _), chain = self._renewals.popitem(last=False)
             self._is_renewing = True
             self._background.spawn(self._find_lost(partition, chain))
 
     async def _find_lost(self, partition: int, chain: Sequence[BlockName]) -> None:
         """Of what the device has. The rest is for others to keep, or is about to be written anyway."""
-        lost = await self._threads.write(self._stack.renew, chain)
+        lost = await self._places[partition].renew(chain)
         whole = Piece(partition=partition, names=tuple(chain), parents=(None, *chain[:-1]))
         for tier, names in lost.items():
             piece = whole.only(self._blocks_of(whole.only(set(names))))
@@ -145,21 +142,17 @@ class WriteThrough:
             self._end()
             return
 
-        def on_done(pages: np.ndarray) -> None:
-            self._background.spawn(self._keep(piece, pages))
-
-        self._engine.export(piece.partition, [blocks[name] for name in piece.names], on_done)
+        kept = self._places[piece.partition].keep(piece, [blocks[name] for name in piece.names])
+        self._background.spawn(self._note_kept(piece, kept))
 
     def _blocks_of(self, piece: Piece) -> dict[BlockName, int]:
         """Those that still have these names."""
         found = {name: self._cache.match(piece.partition, (name,)) for name in piece.names}
         return {name: blocks[0] for name, blocks in found.items() if blocks}
 
-    async def _keep(self, piece: Piece, pages: np.ndarray) -> None:
-        rows = np.ascontiguousarray(pages).reshape(len(piece.names), -1).view(np.uint8)
-        chains = [(piece.parents[chain.start], piece.names[chain], rows[chain]) for chain in piece.chains()]
-        kept = await self._threads.write(self._stack.keep, chains, piece.again_for)
-        self._on_kept(kept)
+    async def _note_kept(self, piece: Piece, keeping: Awaitable[dict[str, list[BlockName]]]) -> None:
+        kept = await keeping
+        self._on_kept(piece.partition, kept)
         if not self._is_flushing:  # which tries each once
             self._queue.wrote(piece, kept, self._clock())
         self._end()

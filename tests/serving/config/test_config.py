@@ -451,7 +451,14 @@ def test_configurations_are_immutable():
             ["decode.mesh.pipe=3", "decode.mesh.tensor=2"],
             "decode.processes: 2 with 3 devices each would cut through the 3 stages of 2 of decode.mesh",
         ),
-        (["decode.mesh.data=2", "kv.store.enabled=true"], "decode.processes: a gang keeps no KV beyond"),
+        (
+            ["decode.mesh.tensor=2", "kv.store.enabled=true", "kv.store.host_bytes=1000"],
+            "decode.processes: with kv.store.enabled each process has whole partitions, and 2 do not divide",
+        ),
+        (
+            ["decode.mesh.data=2", "decode.mesh.pipe=2", "kv.store.enabled=true", "kv.store.host_bytes=1000"],
+            "decode.processes: with kv.store.enabled each process has whole partitions",
+        ),
         (["decode.mesh.data=2", "worker.host=10.0.0.1"], "worker.host: 10.0.0.1 opens the collectives of a gang"),
     ],
 )

@@ -53,6 +53,7 @@ from moonshard.serving.worker.prefill import PrefillHandoffs
 from moonshard.serving.worker.roles.decode import DecodeRole
 from moonshard.serving.worker.roles.prefill import PrefillRole
 from moonshard.serving.worker.spans import WorkerSpans
+from moonshard.serving.worker.store.places import alone
 from moonshard.serving.worker.worker import Worker
 from moonshard.sharding.rules import DECODE, PREFILL, DecodeRules, Rules
 from moonshard.sharding.shape import MeshShape
@@ -359,7 +360,8 @@ def _worker(
         fingerprint=model.fingerprint,
         num_partitions=model.pool.num_partitions,
     )
-    return Worker(config, role, model, CompilationCounter(), plane, tiers, spans=spans)
+    places = None if tiers is None else alone(tiers, model.layout.groups[0].block, model.shapes.num_partitions)
+    return Worker(config, role, model, CompilationCounter(), plane, places, spans=spans)
 
 
 def prefill_handoffs(worker: Worker) -> PrefillHandoffs:

@@ -54,19 +54,20 @@ def test_a_listener_knows_what_the_cache_knows(max_events: int, prompts, listens
         patch.setattr("moonshard.kv.prefix.MAX_BELOW", 5)
         patch.setattr(prefix_feed, "MAX_EVENTS_AT_ONCE", 3)
         pool = BlockPool(2, 6, SIZE)
-        cache = PrefixCache(pool)
-        listener = Listener(cache.num_spaces)
+        cache = PrefixCache(pool, num_processes=2)
+        listener = Listener(len(cache.spaces))
         feed = PrefixFeed(cache)
         assert feed.news() is None  # nobody asked
         listener.take(feed.snapshot())
         for (partition, tokens), is_listening in zip(prompts, listens, strict=False):
             run(cache, pool, partition, tokens)
             names = block_names(root_name(b""), tokens, SIZE)
-            cache.note_below(Below(partition), names, is_known=len(tokens) % 3 > 0)
+            below = Below.SHARED if len(tokens) % 2 else Below.OWN
+            cache.note_below(below, names, is_known=len(tokens) % 3 > 0, process=partition)
             while is_listening and (news := feed.news()) is not None:
                 listener.take(news)
         while (news := feed.news()) is not None:
             listener.take(news)
-        for space in range(cache.num_spaces):
+        for space in range(len(cache.spaces)):
             assert listener.index.known(space) == set(cache.snapshot(space))
             assert space < 2 or len(cache.snapshot(space)) <= 5

@@ -5,18 +5,17 @@ says so, or never; time is the loop's own. What a device reads behind a step it 
 """
 
 import asyncio
+import itertools
 import random
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from moonshard.kv.blocks import BlockPool
-from moonshard.kv.prefix import block_names
-from moonshard.kv.store.stack import TierStack
+from moonshard.kv.prefix import Spaces, block_names
 from moonshard.serving.control.batching.counters import Counters
 from moonshard.serving.control.batching.scheduler import Scheduler, SchedulerConfig
 from moonshard.serving.control.request import Request, SequenceId
@@ -24,46 +23,13 @@ from moonshard.serving.control.sampling_parameters import Sampling
 from moonshard.serving.control.tiers.fetches import FetchTimes
 from moonshard.serving.control.tiers.writes import WriteQueue
 from moonshard.serving.worker.store.fetching import FetchedFirst, Wanted
-from moonshard.serving.worker.store.threads import Asked
 from moonshard.serving.worker.store.writing import WriteThrough
-from tests.kv.store.kept_tier import KeptTier
+from moonshard.sharding.layout import BlockShape
 from tests.serving.fake_device import VOCAB_SIZE, FakeDevice, true_output, true_tokens
+from tests.serving.worker.store.members import FollowingProcess, Process, places_of
 
 BLOCK_SIZE, ROOT, NOTHING = 4, b"root", -9
-MAX_PENDING = 5
-
-
-class ScriptedThreads:
-    """Runs what it was given when it is told to. What is given up before is never run."""
-
-    def __init__(self) -> None:
-        self.pending: list[tuple[Future[Any], Callable[[], Any]]] = []
-        self.is_closed = False
-
-    @property
-    def is_full(self) -> bool:
-        return len(self.pending) >= MAX_PENDING
-
-    def ask(self, work: Callable[..., Any], *arguments: object) -> Asked[Any]:
-        return Asked(self._add(work, *arguments))
-
-    look_up = ask
-
-    async def write(self, work: Callable[..., Any], *arguments: object) -> Any:
-        return await asyncio.wrap_future(self._add(work, *arguments))
-
-    def write_behind(self, work: Callable[[], None]) -> None:
-        self._add(work)
-
-    def _add(self, work: Callable[..., Any], *arguments: object) -> Future[Any]:
-        running = Future[Any]()
-        self.pending.append((running, lambda: work(*arguments)))
-        return running
-
-    def run(self, index: int) -> None:
-        running, work = self.pending.pop(index)
-        if running.set_running_or_notify_cancel():
-            running.set_result(work())
+BLOCK = BlockShape(name="kv", dtype="int32", itemsize_bytes=4, block_size=BLOCK_SIZE, num_layers=1, num_features=1)
 
 
 @dataclass
@@ -72,6 +38,7 @@ class ScriptedEngine:
 
     scheduler: Scheduler
     device: FakeDevice
+    process_of: Callable[[int], Process]  # by partition
     in_flight: deque[Callable[[], None]] = field(default_factory=deque)
     tokens: dict[SequenceId, list[int]] = field(default_factory=dict)
     ended: set[bytes] = field(default_factory=set)
@@ -99,12 +66,22 @@ class ScriptedEngine:
             self.tokens.setdefault(output.sequence, []).extend(output.token_ids)
         self.ended.update(delivered.ended)
 
-    def export(self, partition: int, blocks: Sequence[int], on_done: Callable[[np.ndarray], None]) -> None:
+    def export(self, partition: int, blocks: Sequence[int], on_done: Callable[[np.ndarray], None], ticket: int) -> None:
         pages = [self.device.pages.get((partition, block), [None] * BLOCK_SIZE) for block in blocks]
         read = np.array([[NOTHING if token is None else token for token in page] for page in pages], np.int32)
-        self.in_flight.append(lambda: on_done(read.reshape(len(blocks), 1, BLOCK_SIZE, 1)))
+        found, process = read.reshape(len(blocks), 1, BLOCK_SIZE, 1), self.process_of(partition)
+        for part in (found[:1], found[1:]):  # as where one step does not take all
+            if len(part):
+                process.exported(ticket, partition, part)
+        here = found if process is self.process_of(0) else found[:, :0]
+        self.in_flight.append(lambda: on_done(here))
 
-    def land(self, partition: int, blocks: Sequence[int], payload: np.ndarray, on_done: Callable[[], None]) -> None:
+    def land(
+        self, partition: int, blocks: Sequence[int], payload: np.ndarray, on_done: Callable[[], None], ticket: int
+    ) -> None:
+        process = self.process_of(partition)
+        parts = [process.landed(ticket, partition, part) for part in (payload[:1], payload[1:]) if len(part)]
+        payload = np.concatenate(parts)
         for block, page in zip(blocks, payload.reshape(len(blocks), BLOCK_SIZE).tolist(), strict=True):
             self.device.pages[partition, block] = page
         self.in_flight.append(on_done)
@@ -125,18 +102,25 @@ class World:
             has_next_token_kv=rng.random() < 0.3,
         )
         self.scheduler = Scheduler(config, self.pool)
-        self.engine = ScriptedEngine(self.scheduler, FakeDevice(self.pool))
-        self.threads = ScriptedThreads()
-        self.tiers = [KeptTier(4 * BLOCK_SIZE, name, is_shared=False) for name in ("host", "ssd")]
-        self.stack = TierStack(self.tiers)
-        parts: dict[str, Any] = {"engine": self.engine, "scheduler": self.scheduler, "stack": self.stack}
+        self.spaces = Spaces(self.num_partitions, self.num_partitions if seed % 2 else 1)
+        self.engine = ScriptedEngine(self.scheduler, FakeDevice(self.pool), self.process_of)
+        followers = (
+            FollowingProcess(BLOCK, member, self.spaces.partitions_of(member), self.engine.fail)
+            for member in range(1, self.spaces.num_processes)
+        )
+        self.processes: list[Process] = [Process(BLOCK), *followers]
+        self.threads = self.processes[0].threads
+        self.tiers = [tier for process in self.processes for tier in process.tiers]
+        self.stack = self.processes[0].stack
+        engine: Any = self.engine
+        each = places_of(self.processes, engine, BLOCK, itertools.count())
+        places = [each[self.spaces.process_of(partition)] for partition in range(self.num_partitions)]
+        parts: dict[str, Any] = {"engine": self.engine, "scheduler": self.scheduler, "places": places}
         self.queue = WriteQueue(rng.choice([3, 100]), self.num_partitions, self.stack.names)
         self.writing = WriteThrough(
             **parts,
-            num_partitions=self.num_partitions,
             queue=self.queue,
-            threads=self.threads,  # pyright: ignore[reportArgumentType]
-            on_kept=lambda kept: None,
+            on_kept=lambda partition, kept: None,
             clock=lambda: asyncio.get_running_loop().time(),
         )
         self.times = times = FetchTimes(BLOCK_SIZE)
@@ -146,9 +130,7 @@ class World:
             **parts,
             pool=self.pool,
             times=times,
-            threads=self.threads,  # pyright: ignore[reportArgumentType]
-            as_pages=lambda rows: rows.view(np.int32).reshape(len(rows), 1, BLOCK_SIZE, 1),
-            on_found=lambda chain, tiers: None,
+            on_found=lambda partition, chain, tiers: None,
             on_fetched=self._on_fetched,
             on_came=self._on_came,
         )
@@ -164,10 +146,12 @@ class World:
     def _on_came(self, request_id: bytes, tokens: dict[str, int]) -> None:
         self.num_from_tiers += sum(tokens.values())
 
-    def _on_fetched(self, fetched: Any) -> None:
-        self.writing.came_up(fetched.names)
-        self.not_written.update(fetched.names)
-        self.threads.write_behind(lambda: self.stack.promote(fetched))
+    def process_of(self, partition: int) -> Process:
+        return self.processes[self.spaces.process_of(partition)]
+
+    def _on_fetched(self, names: Sequence[bytes]) -> None:
+        self.writing.came_up(names)
+        self.not_written.update(names)
 
     # ---- moves
 
@@ -229,8 +213,15 @@ class World:
             self.writing.step_ended()
 
     def run_a_thread(self) -> None:
-        if self.threads.pending:
-            self.threads.run(self.rng.randrange(len(self.threads.pending)))
+        threads = self.rng.choice(self.processes).threads
+        if threads.pending:
+            threads.run(self.rng.randrange(len(threads.pending)))
+
+    def arrive(self) -> None:
+        """Something that a follower says, or has read."""
+        coming = self.rng.choice(self.processes).coming
+        if coming:
+            coming.popleft()()
 
     def tick(self) -> None:
         self.writing.tick()
@@ -253,7 +244,7 @@ class World:
 
     async def move(self) -> None:
         moves = [(self.ask, 1.5), (self.cancel, 0.3), (self.launch, 6), (self.complete, 6), (self.run_a_thread, 10)]
-        moves += [(self.tick, 2), (self.lose, 0.2), (self.switch, 0.1)]
+        moves += [(self.arrive, 10), (self.tick, 2), (self.lose, 0.2), (self.switch, 0.1)]
         names, weights = zip(*moves, strict=True)
         self.rng.choices(names, weights)[0]()
         await asyncio.sleep(self.rng.choice([0, 0, 0, 0.001, 0.01, 0.2]))
@@ -277,12 +268,21 @@ class World:
             num_events = self.scheduler.cache.num_events
             self.engine.launch()
             self.complete()
-            self.run_a_thread()
+            for _ in self.processes:
+                self.run_a_thread()
+                self.arrive()
             await asyncio.sleep(0.01 if self.queue else 0.1)
             self.check()
             has_news = self.scheduler.cache.num_events > num_events
-            is_busy = self.threads.pending or self.engine.in_flight or self.queue or self.queue.num_aside or has_news
+            is_busy = (
+                any(each.threads.pending or each.coming for each in self.processes)
+                or self.engine.in_flight
+                or self.queue
+                or self.queue.num_aside
+                or has_news
+            )
             if self.live <= self.engine.ended and not is_busy:
+                assert not any(process.num_held for process in self.processes)
                 return self.check_written()
         raise AssertionError("it never ends")
 
@@ -290,6 +290,6 @@ class World:
         """Whatever tiers failed meanwhile, what the device has they have, but where the queue was full."""
         if not self.queue.num_dropped:
             for partition in range(self.num_partitions):
-                for tier in self.tiers:
+                for tier in self.process_of(partition).tiers:
                     on_device = set(self.scheduler.cache.snapshot(partition))
                     assert on_device <= tier.kept.keys() | self.not_written
