@@ -4,10 +4,10 @@ A limit that is too large is a mistake at the first start; of a worker that come
 (`serving.worker.store.opening`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from moonshard.serving.config.keys import Config, ConfigError, WorkerRole
+from moonshard.serving.config.keys import Config, ConfigError, WorkerRole, processes_of
 
 
 def check_tiers_fit(config: Config, roles: Sequence[WorkerRole]) -> None:
@@ -17,7 +17,8 @@ def check_tiers_fit(config: Config, roles: Sequence[WorkerRole]) -> None:
         return
     faults = _memory_faults(store.host_bytes, len(roles))
     if store.ssd_path is not None:
-        faults += _disk_faults(store.ssd_path, store.ssd_bytes, roles)
+        num_folders = {role: roles.count(role) * processes_of(config, role) for role in roles}
+        faults += _disk_faults(store.ssd_path, store.ssd_bytes, len(roles), num_folders)
     if faults:
         raise ConfigError(faults)
 
@@ -30,24 +31,24 @@ def _memory_faults(max_bytes: int, num_workers: int) -> list[str]:
     return [f"kv.store.host_bytes: {_of_each(num_workers, max_bytes)}, and {_gib(free_bytes)} of memory are available"]
 
 
-def _disk_faults(path: Path, max_bytes: int, roles: Sequence[WorkerRole]) -> list[str]:
-    """What lies in the path already is theirs: it counts as free."""
+def _disk_faults(path: Path, max_bytes: int, num_workers: int, num_folders: Mapping[WorkerRole, int]) -> list[str]:
+    """What lies in the path already is theirs: it counts as free. `num_folders`: one for each process, by role."""
     from moonshard.kv.store.ssd.faults import StoreError
     from moonshard.kv.store.ssd.folder import claim_folder, free_bytes, held_bytes
     from moonshard.serving.worker.store.folders import files_folders
 
     try:
-        for role in dict.fromkeys(roles):
-            for folder in files_folders(path, role, roles.count(role)):
+        for role, number in num_folders.items():
+            for folder in files_folders(path, role, number):
                 claim_folder(folder)
         free, held = free_bytes(path), held_bytes(path)
     except StoreError as error:
         return [f"kv.store.ssd_path: {error}"]
     except OSError as error:
         return [f"kv.store.ssd_path: {path}: {error.strerror or error}"]
-    if len(roles) * max_bytes <= free + held:
+    if num_workers * max_bytes <= free + held:
         return []
-    wanted = _of_each(len(roles), max_bytes)
+    wanted = _of_each(num_workers, max_bytes)
     return [f"kv.store.ssd_bytes: {wanted}, and {path} has {_gib(free)} free and {_gib(held)} of blocks already"]
 
 

@@ -21,8 +21,14 @@ NAMES = [bytes([number]) * NAME_BYTES for number in range(6)]
 class Told:
     """A session with a worker of two partitions, and what the gateway said to it."""
 
-    def __init__(self, router: Router, *, epoch: int = 1, role: str = "both"):
-        welcome = link_pb2.Welcome(epoch=epoch.to_bytes(16, "big"), role=role, num_partitions=2, block_size=64)
+    def __init__(self, router: Router, *, epoch: int = 1, role: str = "both", num_processes: int = 0):
+        welcome = link_pb2.Welcome(
+            epoch=epoch.to_bytes(16, "big"),
+            role=role,
+            num_partitions=2,
+            block_size=64,
+            num_processes=num_processes,
+        )
         self.session = WorkerSession(
             address="a:1", welcome=welcome, on_handoff=lambda *_: None, on_prefixes=lambda *_: None
         )
@@ -191,3 +197,31 @@ async def test_what_was_sent_is_added_to_a_report_that_does_not_count_it_yet(
     assert router.queued_tokens(told.homes[0]) == 60
     router.release(reservation)
     assert router.queued_tokens(told.homes[0]) == 60
+
+
+@pytest.mark.parametrize("process", [0, 1])
+async def test_of_a_gang_those_partitions_fetch_from_a_members_tiers_that_are_its_own(
+    dispatcher: Dispatcher, router: Router, process: int
+):
+    gang = Told(router, num_processes=2)
+    knowledge = Knowledge(dispatcher)
+    knowledge.begin(gang.session)
+    spaces: list[Sequence[bytes]] = [
+        (),
+        (),
+        (),
+        (),
+        NAMES[:2],
+    ]  # two partitions, two members' own tiers, the shared one
+    spaces[2 + process] = NAMES
+    knowledge.prefixes(gang.session, snapshot(0, *spaces))
+    store = link_pb2.KvStore(own_fetch_share=0.5, shared_fetch_share=0.5)
+    gang.session.load.CopyFrom(link_pb2.WorkerLoad(queued_tokens=[0, 0], active_tokens=[0, 0], kv_store=store))
+    knowledge.loaded(gang.session)
+    left = [
+        router.reserve([home], Ask(num_tokens=6 * 64, num_prompt=6 * 64, is_prefill=True, names=NAMES))
+        for home in gang.homes
+    ]
+    saved = [6 * 64 - each.num_left_tokens for each in left if each is not None]
+    assert saved[process] == 6 * 64 / 2
+    assert saved[1 - process] == 2 * 64 / 2  # all find that in the shared tier
