@@ -998,12 +998,13 @@ class KvDrop(_message.Message):
     def __init__(self, ticket: _Optional[int] = ...) -> None: ...
 
 class TierOrder(_message.Message):
-    __slots__ = ("number", "find", "fetch", "land", "forget", "lacking", "renew", "keep", "held", "upkeep")
+    __slots__ = ("number", "find", "fetch", "land", "forget", "give_up", "lacking", "renew", "keep", "held", "upkeep")
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     FIND_FIELD_NUMBER: _ClassVar[int]
     FETCH_FIELD_NUMBER: _ClassVar[int]
     LAND_FIELD_NUMBER: _ClassVar[int]
     FORGET_FIELD_NUMBER: _ClassVar[int]
+    GIVE_UP_FIELD_NUMBER: _ClassVar[int]
     LACKING_FIELD_NUMBER: _ClassVar[int]
     RENEW_FIELD_NUMBER: _ClassVar[int]
     KEEP_FIELD_NUMBER: _ClassVar[int]
@@ -1014,12 +1015,13 @@ class TierOrder(_message.Message):
     fetch: TierFetch
     land: TierLand
     forget: TierForget
+    give_up: TierForget
     lacking: TierLacking
     renew: TierChain
     keep: TierPiece
     held: TierHeld
     upkeep: TierUpkeep
-    def __init__(self, number: _Optional[int] = ..., find: _Optional[_Union[TierChain, _Mapping]] = ..., fetch: _Optional[_Union[TierFetch, _Mapping]] = ..., land: _Optional[_Union[TierLand, _Mapping]] = ..., forget: _Optional[_Union[TierForget, _Mapping]] = ..., lacking: _Optional[_Union[TierLacking, _Mapping]] = ..., renew: _Optional[_Union[TierChain, _Mapping]] = ..., keep: _Optional[_Union[TierPiece, _Mapping]] = ..., held: _Optional[_Union[TierHeld, _Mapping]] = ..., upkeep: _Optional[_Union[TierUpkeep, _Mapping]] = ...) -> None: ...
+    def __init__(self, number: _Optional[int] = ..., find: _Optional[_Union[TierChain, _Mapping]] = ..., fetch: _Optional[_Union[TierFetch, _Mapping]] = ..., land: _Optional[_Union[TierLand, _Mapping]] = ..., forget: _Optional[_Union[TierForget, _Mapping]] = ..., give_up: _Optional[_Union[TierForget, _Mapping]] = ..., lacking: _Optional[_Union[TierLacking, _Mapping]] = ..., renew: _Optional[_Union[TierChain, _Mapping]] = ..., keep: _Optional[_Union[TierPiece, _Mapping]] = ..., held: _Optional[_Union[TierHeld, _Mapping]] = ..., upkeep: _Optional[_Union[TierUpkeep, _Mapping]] = ...) -> None: ...
 
 class TierChain(_message.Message):
     __slots__ = ("names",)

@@ -67,7 +67,7 @@ class TieredWorker:
         self._tiers = {tier.name: tier for tier in tiers}
         self._stack = TierStack(tiers)
         self._times = FetchTimes(BLOCK_TOKENS)
-        self._queue = WriteQueue(MAX_QUEUED_BLOCKS, num_partitions=1, tiers=self._stack.names)
+        self._queue = WriteQueue(MAX_QUEUED_BLOCKS, partitions=range(1), tiers=self._stack.names)
         self._computed_by_s = 0.0  # when all that has begun is computed
         self._waiting_tokens = 0  # of prompts that have not begun
         self.num_computed_tokens = 0

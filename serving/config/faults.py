@@ -92,10 +92,12 @@ def _gang_faults(config: Config) -> list[str]:
             faults.append(f"{key}: {fault} of {name}.mesh ({own.mesh})")
         if config.mode == "disaggregated" and config.kv.transport == "grpc":
             faults.append(f'{key}: a gang hands KV over by Mooncake alone, and kv.transport is "grpc"')
-        if config.kv.store.enabled and (own.mesh.pipe > 1 or own.mesh.num_partitions % own.processes):
+        if config.kv.store.enabled and own.mesh.pipe > 1:
+            faults.append(f"{key}: with kv.store.enabled a gang has no stages, and {name}.mesh.pipe is {own.mesh.pipe}")
+        elif config.kv.store.enabled and own.mesh.num_partitions % own.processes:
             faults.append(
                 f"{key}: with kv.store.enabled each process has whole partitions, and {own.processes} do not divide "
-                f"those of {name}.mesh ({own.mesh})"
+                f"the {own.mesh.num_partitions} of {name}.mesh ({own.mesh})"
             )
         if not is_loopback(config.worker.host) and not (config.kv.network_fence or config.kv.allow_unauthenticated):
             faults.append(

@@ -33,7 +33,7 @@ if TYPE_CHECKING:  # what needs jax is imported once all members are there
 
 METHOD = f"/{link_pb2.DESCRIPTOR.services_by_name['Gang'].full_name}/Follow"
 RETRY_S = 0.1  # while the leader is not there
-CLOSE_S = 0.5  # for tiers, at the end: less than the leader waits for this process
+CLOSE_S = 4.0  # for tiers, at the end: less than the leader waits for this process
 CHANNEL_OPTIONS = (
     ("grpc.use_local_subchannel_pool", 1),  # a fresh attempt must not inherit the last one's back-off
     ("grpc.max_receive_message_length", -1),
@@ -164,7 +164,7 @@ class Following:
         watching = asyncio.create_task(_watch(leader, begun, lambda: outbox.put_nowait(serve.beat()), timeout_s))
         running = asyncio.create_task(serve.run(told, outbox))
         done, _ = await asyncio.wait({reading, watching, running, writing}, return_when=asyncio.FIRST_COMPLETED)
-        for task in done:
+        for task in (reading,) if reading in done else done:  # with its stream all else ends
             task.result()
         await asyncio.wait({asyncio.create_task(asyncio.to_thread(serve.close))}, timeout=CLOSE_S)
         end_at_once(0)

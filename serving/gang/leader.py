@@ -23,7 +23,7 @@ from moonshard.serving.gang.watch import LOOKS_PER_TIMEOUT, Watched
 SERVICE = link_pb2.DESCRIPTOR.services_by_name["Gang"]
 BEAT = link_pb2.LeaderMessage(beat=link_pb2.GangBeat()).SerializeToString()
 END = link_pb2.LeaderMessage(end=link_pb2.GangEnd()).SerializeToString()
-END_S = 1.0  # for followers to hear that the gang ends
+END_S = 5.0  # for followers to end when they have heard that the gang does
 MAX_DIGESTS = 1024  # of steps that not all members have finished
 
 logger = logging.getLogger(__name__)
@@ -193,6 +193,8 @@ class Gang:
         try:
             await self._notify()
             await asyncio.wait({writing, reading}, return_when=asyncio.FIRST_COMPLETED)
+            if self._is_ending:
+                await asyncio.wait({reading})  # until the follower has closed what it has
         finally:
             for task in (writing, reading):
                 task.cancel()

@@ -9,6 +9,8 @@ from moonshard.serving.config.keys import Config, ConfigError, WorkerRole, mesh_
 from moonshard.serving.config.loopback import EVERYWHERE
 from moonshard.serving.config.reading import as_overrides
 
+THIS_MACHINES = "this machine's"
+
 
 @dataclass(frozen=True, slots=True)
 class Member:
@@ -62,7 +64,8 @@ def _shared(config: Config) -> Config:
     worker = replace(config.worker, host="", port=0, gateways=(), announced_host=None)
     prefill, decode = replace(config.prefill, port=0), replace(config.decode, port=0)
     cluster = replace(config.cluster, key_file=None)  # who joins has proved that it has the same key
-    kv = replace(config.kv, host=None)
+    client = None if config.kv.store.client is None else THIS_MACHINES
+    kv = replace(config.kv, host=None, store=replace(config.kv.store, client=client))
     return replace(config, worker=worker, prefill=prefill, decode=decode, cluster=cluster, kv=kv)
 
 

@@ -3,7 +3,7 @@
 When it is said is `worker.links`' and `worker.link_service`'s.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from moonshard.kv.blocks import BlockPool, PartitionCounts
 from moonshard.kv.prefix import Below
@@ -88,16 +88,16 @@ def kv_transfer_message(plane: Plane, slab: BlockPool, num_handoffs: int) -> lin
 
 
 def store_message(
-    counters: Mapping[str, TierCounters], queue: WriteQueue, *, num_late: int, shares: Mapping[Below, float]
+    counters: Mapping[str, TierCounters], queues: Sequence[WriteQueue], *, num_late: int, shares: Mapping[Below, float]
 ) -> link_pb2.KvStore:
     """The tiers below the device's pages as they are now."""
     return link_pb2.KvStore(
         tiers=[tier_message(name, tier) for name, tier in counters.items()],
         num_late_fetches=num_late,
-        num_queued_blocks=len(queue),
-        num_aside_blocks=queue.num_aside,
-        num_dropped_blocks=queue.num_dropped,
-        num_lost_blocks=queue.num_lost,
+        num_queued_blocks=sum(map(len, queues)),
+        num_aside_blocks=sum(queue.num_aside for queue in queues),
+        num_dropped_blocks=sum(queue.num_dropped for queue in queues),
+        num_lost_blocks=sum(queue.num_lost for queue in queues),
         own_fetch_share=shares[Below.OWN],
         shared_fetch_share=shares[Below.SHARED],
     )

@@ -10,15 +10,20 @@ from pathlib import Path
 from moonshard.serving.config.keys import Config, ConfigError, WorkerRole, processes_of
 
 
-def check_tiers_fit(config: Config, roles: Sequence[WorkerRole]) -> None:
-    """ConfigError where the tiers of workers of these roles have no room together, or their folders are others'."""
+def check_tiers_fit(config: Config, roles: Sequence[WorkerRole], *, is_one_process: bool = False) -> None:
+    """ConfigError where the tiers of workers of these roles have no room together, or their folders are others'.
+
+    `is_one_process`: of the one worker there is only that here, which may be one of a gang.
+    """
     store = config.kv.store
     if not store.enabled:
         return
-    faults = _memory_faults(store.host_bytes, len(roles))
+    num_processes = {role: 1 if is_one_process else processes_of(config, role) for role in roles}
+    num_shares = processes_of(config, roles[0]) if is_one_process else 1
+    faults = _memory_faults(store.host_bytes // num_shares, len(roles))
     if store.ssd_path is not None:
-        num_folders = {role: roles.count(role) * processes_of(config, role) for role in roles}
-        faults += _disk_faults(store.ssd_path, store.ssd_bytes, len(roles), num_folders)
+        num_folders = {role: roles.count(role) * num for role, num in num_processes.items()}
+        faults += _disk_faults(store.ssd_path, store.ssd_bytes // num_shares, len(roles), num_folders)
     if faults:
         raise ConfigError(faults)
 

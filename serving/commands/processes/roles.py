@@ -52,8 +52,8 @@ def start_worker(
         member = member_of(config, role, index, leader)
         if member.leads:
             check_worker_port_is_free(config, role)  # gRPC would say it in three lines of its own
-            if status_fd is None:  # else a supervisor has asked, and this may be one that comes back
-                check_tiers_fit(config, [role])
+        if status_fd is None:  # else a supervisor has asked, and this may be one that comes back
+            check_tiers_fit(config, [role], is_one_process=True)
     start = ProcessStart(timings=timings, programs=prepare_worker(mesh_of(config, role), member.num_members))
     if note := kv_plane_note(config):
         logger.warning(note)

@@ -21,9 +21,10 @@ LONG_SHARE = 0.125  # of what a queue may hold
 class WriteQueue:
     """Told of all that the prefix cache learns and forgets, and of what came up from a tier and so is below already."""
 
-    def __init__(self, max_blocks: int, num_partitions: int, tiers: Sequence[str]):
+    def __init__(self, max_blocks: int, partitions: Container[int], tiers: Sequence[str]):
+        """`partitions`: whose blocks go down; the others' are for others to write."""
         self._max_blocks = max_blocks
-        self._num_partitions = num_partitions
+        self._partitions = partitions
         self._queue = deque[PrefixEvent]()
         self._waiting = set[tuple[int, BlockName]]()
         self._aside = {tier: Aside(tier, max_blocks) for tier in tiers}
@@ -51,7 +52,7 @@ class WriteQueue:
     def note(self, events: Iterable[PrefixEvent], below: Container[BlockName] = ()) -> None:
         """Takes up what became known; `below` need not go down: it came from there."""
         for event in events:
-            if event.partition >= self._num_partitions:  # told of a tier
+            if event.partition not in self._partitions:
                 continue
             key = event.partition, event.name
             if not event.is_known:

@@ -1,7 +1,7 @@
 """A follower's tiers as the leader sees them. Needs jax."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from typing import Any
 
 from moonshard.kv.prefix import BlockName, split_names
@@ -55,7 +55,7 @@ class MemberTiers:
             return [tier or None for tier in (await answer).found.tiers]
 
         answer = self._orders.ask(link_pb2.TierOrder(find=chain_message(chain)))
-        return self._pending.look_up(_asked(found()))
+        return self._pending.look_up(Asked(_begun(found()), lambda: False))
 
     def fetch(self, chain: Sequence[BlockName], tiers: Sequence[str]) -> Asked[Came]:
         ticket = next(self._tickets)
@@ -66,8 +66,14 @@ class MemberTiers:
             return Came(ticket=ticket, names=tuple(chain[: told.num_blocks]), runs=runs)
 
         fetch = link_pb2.TierFetch(ticket=ticket, names=b"".join(chain), tiers=tiers)
+
+        def give_up() -> bool:
+            """Whether it had begun is not known here: what comes is noted, and it may be nothing."""
+            self._orders.tell(link_pb2.TierOrder(give_up=link_pb2.TierForget(ticket=ticket)))
+            return False
+
         answer = self._orders.ask(link_pb2.TierOrder(fetch=fetch))
-        return self._pending.ask(_asked(came()))
+        return self._pending.ask(Asked(_begun(came()), give_up))
 
     def land(self, partition: int, blocks: Sequence[int], came: Came, first: int) -> None:
         nothing = no_layers(self._block, len(blocks))
@@ -90,16 +96,14 @@ class MemberTiers:
         self._engine.export(piece.partition, blocks, lambda _: None, ticket=ticket)
         return self._keep(self._orders.ask(link_pb2.TierOrder(keep=piece_message(ticket, piece))))
 
-    async def held(self) -> dict[str, list[BlockName]]:
-        held: dict[str, list[BlockName]] = {tier: [] for tier in self.shared}
+    async def held(self) -> AsyncIterator[dict[str, list[BlockName]]]:
         num_told = 0
         while True:
             order = link_pb2.TierOrder(held=link_pb2.TierHeld(first=num_told))
             part = names_from((await self._orders.ask(order)).names)
             if not any(part.values()):
-                return held
-            for tier, names in part.items():
-                held[tier] += names
+                return
+            yield part
             num_told += max(map(len, part.values()))
 
     def upkeep(self) -> None:
@@ -115,6 +119,5 @@ class MemberTiers:
         return names_from((await answer).names)
 
 
-def _asked[T](answering: Coroutine[Any, Any, T]) -> Asked[T]:
-    """It may have been begun there as soon as it was told."""
-    return Asked(asyncio.get_running_loop().create_task(answering), lambda: False)
+def _begun[T](answering: Coroutine[Any, Any, T]) -> asyncio.Future[T]:
+    return asyncio.get_running_loop().create_task(answering)

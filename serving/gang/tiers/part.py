@@ -11,9 +11,10 @@ from moonshard.serving.gang.part import Exported
 from moonshard.serving.gang.steps import GangDiverged
 from moonshard.serving.wire.tiers import chain_message, names_message, piece_from, run_message, tier_message
 from moonshard.serving.worker.background import Background
-from moonshard.serving.worker.store.places import TierBlocks
+from moonshard.serving.worker.store.places import Came, TierBlocks
+from moonshard.serving.worker.store.threads import Asked
 
-MAX_HELD_AT_ONCE = 16_384  # names of each tier in an answer
+MAX_HELD_AT_ONCE = 4096  # names of each tier in an answer
 
 Answer = Callable[[link_pb2.TierAnswer], None]
 
@@ -30,6 +31,7 @@ class TierPart:
         self._exported = Exported()
         self._landing = dict[int, np.ndarray]()  # by ticket: what its lands have not taken yet
         self._held = dict[str, list[BlockName]]()  # until it is told
+        self._fetching = dict[int, Asked[Came]]()  # by ticket
         self._num_orders = 0
         self._background = Background(fail)
 
@@ -74,7 +76,12 @@ class TierPart:
             case "find":
                 self._begin(order.number, self._find(split_names(order.find.names)))
             case "fetch":
-                self._begin(order.number, self._fetch(order.fetch))
+                ticket, chain = order.fetch.ticket, split_names(order.fetch.names)
+                self._fetching[ticket] = self._blocks.fetch(ticket, chain, order.fetch.tiers)
+                self._begin(order.number, self._tell_what_came(ticket))
+            case "give_up":
+                if (asked := self._fetching.get(order.give_up.ticket)) is not None:
+                    asked.give_up()
             case "land":
                 land = order.land
                 self._landing[land.ticket] = self._blocks.take(land.ticket, land.first)[: land.num_blocks]
@@ -110,9 +117,15 @@ class TierPart:
         found = await self._blocks.find(chain).future
         return link_pb2.TierAnswer(found=link_pb2.TierFound(tiers=[tier or "" for tier in found]))
 
-    async def _fetch(self, fetch: link_pb2.TierFetch) -> link_pb2.TierAnswer:
-        came = await self._blocks.fetch(fetch.ticket, split_names(fetch.names), fetch.tiers).future
-        told = link_pb2.TierCame(num_blocks=len(came.names), runs=map(run_message, came.runs))
+    async def _tell_what_came(self, ticket: int) -> link_pb2.TierAnswer:
+        """Nothing, where it was given up before it began."""
+        asked = self._fetching[ticket]
+        await asyncio.wait([asked.future])
+        del self._fetching[ticket]
+        told = link_pb2.TierCame()
+        if not asked.future.cancelled():
+            came = asked.future.result()
+            told = link_pb2.TierCame(num_blocks=len(came.names), runs=map(run_message, came.runs))
         return link_pb2.TierAnswer(came=told)
 
     async def _lacking(self, lacking: link_pb2.TierLacking) -> link_pb2.TierAnswer:

@@ -41,6 +41,7 @@ class _Heard:
     """What one session has told."""
 
     member: Member
+    homes: tuple[Home, ...]  # the member's
     prefixes: PrefixSubscriber
     fetch_shares: tuple[float, float] | None = None  # that the router was told of; None: it has no tiers so far
     unseen: deque[tuple[int, Reservation]] = field(default_factory=deque)  # and the number of its message
@@ -88,7 +89,8 @@ class Knowledge:
         self._by_epoch[member.epoch] = session
         spaces = range(len(member.spaces))
         numbers = tuple(self._router.home_number(Home(member.address, space)) for space in spaces)
-        self._heard[session] = _Heard(member=member, prefixes=PrefixSubscriber(self._router.index, numbers))
+        prefixes = PrefixSubscriber(self._router.index, numbers)
+        self._heard[session] = _Heard(member=member, homes=member.homes, prefixes=prefixes)
         session.send(TELL_PREFIXES)
 
     def end(self, session: WorkerSession) -> None:
@@ -132,7 +134,7 @@ class Knowledge:
         queued_tokens = tuple(load.queued_tokens)
         held = load.active_tokens if session.role != "prefill" else [0] * len(queued_tokens)
         reserved = load.reserved_tokens or [0] * len(held)
-        for home, queued, active, coming in zip(heard.member.homes, queued_tokens, held, reserved, strict=False):
+        for home, queued, active, coming in zip(heard.homes, queued_tokens, held, reserved, strict=False):
             self._router.report(home, queued + active + coming)
         if load.HasField("kv_store"):
             self._fetches(heard, (load.kv_store.own_fetch_share, load.kv_store.shared_fetch_share))
@@ -146,7 +148,7 @@ class Knowledge:
         heard.fetch_shares = shares
         member, spaces = heard.member, heard.member.spaces
         for process in range(member.num_processes):
-            homes = [member.homes[partition] for partition in spaces.partitions_of(process)]
+            homes = [heard.homes[partition] for partition in spaces.partitions_of(process)]
             own, shared = (Home(member.address, spaces.below(below, process)) for below in (Below.OWN, Below.SHARED))
             self._router.fetches(homes, own, shared, *shares)
 

@@ -41,7 +41,7 @@ class Wanted:
 class FetchedFirst:
     """The requests of all links that wait. On the event loop.
 
-    `places`: of each partition. `on_found` is told which tier of a partition has each block of a chain, `on_fetched`
+    `places` and `times`: of each partition. `on_found` is told which tier of a partition has each block of a chain, `on_fetched`
     which of them came up, `on_came` how many tokens came from each tier of a request that was begun already.
     """
 
@@ -52,9 +52,9 @@ class FetchedFirst:
         scheduler: Scheduler,
         pool: BlockPool,
         places: Sequence[Place],
-        times: FetchTimes,
+        times: Sequence[FetchTimes],
         on_found: Callable[[int, Sequence[BlockName], Sequence[str | None]], None],
-        on_fetched: Callable[[Sequence[BlockName]], None],
+        on_fetched: Callable[[int, Sequence[BlockName]], None],
         on_came: Callable[[bytes, dict[str, int]], None],
     ):
         self._on_found = on_found
@@ -134,7 +134,7 @@ class FetchedFirst:
         """Waits for another request that fetches the next block of this one's, too: it may bring all of them."""
         missing = self._missing(wanted)
         if missing and (leader := self._leaders.get((wanted.partition, missing[0]))) is not None:
-            wait_s = self._times.compute_s(len(missing) * self._pool.block_size) or UNKNOWN_WAIT_S
+            wait_s = self._times[wanted.partition].compute_s(len(missing) * self._pool.block_size) or UNKNOWN_WAIT_S
             await asyncio.wait([leader], timeout=wait_s)
 
     def _missing(self, wanted: Wanted) -> Sequence[BlockName]:
@@ -229,16 +229,16 @@ class FetchedFirst:
         only tried, to see how long it takes.
         """
         behind = [tiers.get(name) for name in wanted.names[num_found:]]
-        plan = self._times.plan(runs_of(behind), num_tokens_ahead, time.perf_counter())
+        plan = self._times[wanted.partition].plan(runs_of(behind), num_tokens_ahead, time.perf_counter())
         place = self._places[wanted.partition]
         if plan.num_blocks and not plan.wait_s and not place.is_full:
-            self._background.spawn(self._try_out(place, self._ask(wanted, num_found, plan)))
+            self._background.spawn(self._try_out(wanted.partition, self._ask(wanted, num_found, plan)))
         return plan if plan.wait_s else NOTHING
 
-    async def _try_out(self, place: Place, asked: Asked[Came]) -> None:
+    async def _try_out(self, partition: int, asked: Asked[Came]) -> None:
         came = await asked.future
-        place.drop(came)
-        self._note(came)
+        self._places[partition].drop(came)
+        self._note(partition, came)
 
     def _take(self, wanted: Wanted, num_found: int, num_blocks: int) -> tuple[int, ...] | None:
         """Holds the first `num_found` blocks, and takes so many behind them; None, and nothing changes, where they are
@@ -299,11 +299,11 @@ class FetchedFirst:
         """None where they did not come in time."""
         asked_s, asked = time.perf_counter(), self._ask(wanted, num_found, plan)
         if await asked.within(plan.wait_s):
-            self._note(asked.future.result())
+            self._note(wanted.partition, asked.future.result())
             return asked.future.result()
         self.num_late += 1
         if not asked.give_up():
-            self._background.spawn(self._note_late(self._places[wanted.partition], asked, plan, asked_s))
+            self._background.spawn(self._note_late(wanted.partition, asked, plan, asked_s))
         return None
 
     def _ask(self, wanted: Wanted, num_found: int, plan: FetchPlan) -> Asked[Came]:
@@ -312,16 +312,16 @@ class FetchedFirst:
         tiers = [run.tier for run in plan.runs for _ in range(run.num_blocks)]
         return self._places[wanted.partition].fetch(chain, tiers)
 
-    async def _note_late(self, place: Place, asked: Asked[Came], plan: FetchPlan, asked_s: float) -> None:
+    async def _note_late(self, partition: int, asked: Asked[Came], plan: FetchPlan, asked_s: float) -> None:
         """Until it is known how long it takes, it takes as long as it has taken, and the farthest tier is to blame."""
         farthest = plan.runs[-1]
-        self._times.fetched(farthest.tier, farthest.num_blocks, time.perf_counter() - asked_s)
-        await self._try_out(place, asked)
+        self._times[partition].fetched(farthest.tier, farthest.num_blocks, time.perf_counter() - asked_s)
+        await self._try_out(partition, asked)
 
-    def _note(self, came: Came) -> None:
+    def _note(self, partition: int, came: Came) -> None:
         for run in came.runs:
             if run.num_blocks == run.num_asked:  # what failed says nothing of how long it takes
-                self._times.fetched(run.tier, run.num_blocks, run.seconds)
+                self._times[partition].fetched(run.tier, run.num_blocks, run.seconds)
 
     # ---- what came
 
@@ -339,7 +339,7 @@ class FetchedFirst:
             self._places[partition].land(partition, blocks, came, len(before) - brought.num_found)
             for index, block in enumerate(blocks, len(before)):
                 cache.note(partition, block, names[index], names[index - 1] if index else None)
-            self._on_fetched(came.names)
+            self._on_fetched(partition, came.names)
         else:
             self._places[partition].drop(came)
         spare = brought.taken[: brought.num_found] + brought.taken[brought.num_found + len(blocks) :]

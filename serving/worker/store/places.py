@@ -8,7 +8,7 @@ landed or dropped.
 
 import asyncio
 import itertools
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -80,8 +80,8 @@ class Place(Protocol):
         """Reads these blocks now, behind all that was launched, and has the tiers keep them: what each has now."""
         ...
 
-    async def held(self) -> dict[str, list[BlockName]]:
-        """What each tier has from the beginning."""
+    def held(self) -> AsyncIterator[dict[str, list[BlockName]]]:
+        """What each tier has from the beginning, some at a time."""
         ...
 
     def upkeep(self) -> None:
@@ -138,8 +138,8 @@ class TierBlocks:
         return no_layers(self._block, num_blocks)
 
     def drop(self, ticket: int) -> None:
-        """KeyError where nothing came under it."""
-        del self._fetched[ticket]
+        """What came under the ticket, if anything did."""
+        self._fetched.pop(ticket, None)
 
     async def lacking(self, chains: Sequence[Sequence[BlockName]], only: str | None) -> set[BlockName]:
         return await self.threads.write(self.stack.lacking, chains, only)
@@ -179,7 +179,7 @@ class OwnTiers:
 
     @property
     def is_full(self) -> bool:
-        return self._blocks.threads.is_full
+        return not self._blocks.shared or self._blocks.threads.is_full
 
     def find(self, chain: Sequence[BlockName]) -> Asked[list[str | None]]:
         return self._blocks.find(chain)
@@ -205,8 +205,8 @@ class OwnTiers:
         self._engine.export(piece.partition, blocks, read.set_result, ticket=next(self._tickets))
         return self._keep(piece, read)
 
-    async def held(self) -> dict[str, list[BlockName]]:
-        return self._blocks.stack.held()
+    async def held(self) -> AsyncIterator[dict[str, list[BlockName]]]:
+        yield self._blocks.stack.held()
 
     def upkeep(self) -> None:
         self._blocks.upkeep()

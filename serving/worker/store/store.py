@@ -1,9 +1,11 @@
 """A worker's tiers, as the worker sees them: what begins later for their sake, what is written down, what they cost."""
 
+import asyncio
 import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 from moonshard.kv.blocks import BlockPool
 from moonshard.kv.prefix import NAME_BYTES, Below, BlockName, split_names
@@ -29,6 +31,18 @@ MAX_QUEUED_BLOCKS = 4096  # names that wait to be written; fewer where the devic
 MAX_CAME = 4096
 UPKEEP_S = 30.0
 CLOSE_S = 5.0
+HELD_PAUSE_S = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class _Process:
+    """One that has tiers, and what is known of them."""
+
+    index: int
+    place: Place
+    queue: WriteQueue
+    writing: WriteThrough
+    times: FetchTimes
 
 
 class WorkerStore:
@@ -43,39 +57,43 @@ class WorkerStore:
         places: Sequence[Place],
     ):
         """`places`: of each partition."""
+        self._engine = engine
         self._scheduler = scheduler
         self._pool = pool
-        self._spaces = scheduler.cache.spaces
-        self._places = places
-        self._each = tuple(dict.fromkeys(places))
-        self._shared = {tier: is_shared for place in self._each for tier, is_shared in place.shared.items()}
-        num_blocks = pool.num_partitions * pool.blocks_per_partition
-        self._queue = WriteQueue(min(num_blocks, MAX_QUEUED_BLOCKS), pool.num_partitions, tuple(self._shared))
+        self._each = [self._process(index, place) for index, place in enumerate(dict.fromkeys(places))]
+        self._of = [self._each[scheduler.cache.spaces.process_of(partition)] for partition in range(len(places))]
+        self._shared = {tier: shared for each in self._each for tier, shared in each.place.shared.items()}
         self._came = OrderedDict[bytes, Mapping[str, int]]()  # tokens by tier, of requests without a first token
         self.message = link_pb2.KvStore()  # as of the last tick
         self._busy = BusyTime()
-        self._times = FetchTimes(pool.block_size)
-        self._writing = WriteThrough(
-            engine=engine,
-            scheduler=scheduler,
-            places=places,
-            queue=self._queue,
-            on_kept=self._on_kept,
-        )
         self._fetching = FetchedFirst(
             engine=engine,
             scheduler=scheduler,
             pool=pool,
             places=places,
-            times=self._times,
+            times=[each.times for each in self._of],
             on_found=self._on_found,
-            on_fetched=self._writing.came_up,
+            on_fetched=lambda partition, names: self._of[partition].writing.came_up(names),
             on_came=self._on_came,
         )
         self._kept_up_s = time.monotonic()
         self._background = Background(engine.fail)
-        for process, place in enumerate(self._each):
-            self._background.spawn(self._note_held(process, place))
+        for each in self._each:
+            self._background.spawn(self._note_held(each))
+
+    def _process(self, index: int, place: Place) -> "_Process":
+        partitions = self._scheduler.cache.spaces.partitions_of(index)
+        num_blocks = len(partitions) * self._pool.blocks_per_partition
+        queue = WriteQueue(min(num_blocks, MAX_QUEUED_BLOCKS), partitions, tuple(place.shared))
+        writing = WriteThrough(
+            engine=self._engine,
+            scheduler=self._scheduler,
+            place=place,
+            partitions=partitions,
+            queue=queue,
+            on_kept=lambda kept: self._note_kept(index, kept),
+        )
+        return _Process(index, place, queue, writing, FetchTimes(self._pool.block_size))
 
     # ---- requests
 
@@ -101,7 +119,7 @@ class WorkerStore:
             if tokens:
                 self._on_came(run.request_id, tokens)
             begin()
-            self._writing.renew(wanted.partition, wanted.names)
+            self._of[wanted.partition].writing.renew(wanted.partition, wanted.names)
 
         self._fetching.begin(run.request_id, wanted, link, begin_now)
 
@@ -126,54 +144,60 @@ class WorkerStore:
     # ---- the engine's steps, and time
 
     def tick(self) -> None:
-        self._writing.tick()
+        for each in self._each:
+            each.writing.tick()
         self._fetching.tick()
         if time.monotonic() - self._kept_up_s > UPKEEP_S:
             self._kept_up_s = time.monotonic()
-            for place in self._each:
-                place.upkeep()
-        counters = {tier: together(self._counters_of(tier)) for tier in self._shared}
-        self.message = store_message(counters, self._queue, num_late=self._fetching.num_late, shares=self._shares())
+            for each in self._each:
+                each.place.upkeep()
+        queues = [each.queue for each in self._each]
+        self.message = store_message(self._counters(), queues, num_late=self._fetching.num_late, shares=self._shares())
 
     def on_done(self, done: StepDone, plan: Plan | None) -> None:
         seconds = self._busy.added_ns(done.launched_ns, done.done_ns) / 1e9
         if isinstance(plan, PrefillPlan):
-            self._times.computed(sum(len(chunk.tokens) for chunk in plan.chunks), seconds)
+            num_tokens = sum(len(chunk.tokens) for chunk in plan.chunks)
+            for each in self._each:
+                each.times.computed(num_tokens, seconds)
         elif done.kind is StepKind.LAND:
-            self._times.landed(done.num_blocks, seconds)
-        self._writing.step_ended()
+            self._of[done.partition].times.landed(done.num_blocks, seconds)
+        for each in self._each:
+            each.writing.step_ended()
 
     async def flush(self) -> None:
         """Writes down what waits."""
-        await self._writing.flush()
+        await asyncio.gather(*(each.writing.flush() for each in self._each))
 
     def close(self) -> None:
         """Blocks, for a few seconds at the most. What has not been written by now is not."""
-        self._writing.close()
-        for place in self._each:
-            place.stop()
+        for each in self._each:
+            each.writing.close()
+            each.place.stop()
 
         def close_all() -> None:
-            for place in self._each:
-                place.close()
+            for each in self._each:
+                each.place.close()
 
         closing = threading.Thread(target=close_all, name="tier-close", daemon=True)  # which may hang, too
         closing.start()
         closing.join(CLOSE_S)
 
-    def _counters_of(self, tier: str) -> list[TierCounters]:
-        """Of each process that has it."""
-        return [place.counters[tier] for place in self._each if tier in place.counters]
+    def _counters(self) -> Mapping[str, TierCounters]:
+        """Of each tier in all processes that have it."""
+        found = [each.place.counters for each in self._each]
+        return {tier: together([each[tier] for each in found if tier in each]) for tier in self._shared}
 
     def _shares(self) -> Mapping[Below, float]:
         """How long fetching takes beside computing, from the slowest tier of each kind."""
-        shares = dict.fromkeys(Below, 1.0)  # where there is no such tier nothing is saved
-        for tier in self._shared:
-            shares[self._below(tier)] = self._times.share(tier)
-        return shares
+        shares: dict[Below, list[float]] = {below: [] for below in Below}
+        for each in self._each:
+            for tier in each.place.shared:
+                shares[self._below(tier)].append(each.times.share(tier))
+        return {below: max(found, default=1.0) for below, found in shares.items()}  # without such a tier none is saved
 
     def _on_found(self, partition: int, chain: Sequence[BlockName], tiers: Sequence[str | None]) -> None:
-        cache, process = self._scheduler.cache, self._spaces.process_of(partition)
+        cache, process = self._scheduler.cache, self._of[partition].index
         gone = [name for name, tier in zip(chain, tiers, strict=True) if tier is None]
         for below in Below:
             cache.note_below(below, gone, is_known=False, process=process)
@@ -181,11 +205,10 @@ class WorkerStore:
             here = [name for name, each in zip(chain, tiers, strict=True) if each == tier]
             cache.note_below(self._below(tier), here, process=process)
 
-    def _on_kept(self, partition: int, kept: Mapping[str, Sequence[BlockName]]) -> None:
-        self._note_kept(self._spaces.process_of(partition), kept)
-
-    async def _note_held(self, process: int, place: Place) -> None:
-        self._note_kept(process, await place.held())
+    async def _note_held(self, process: "_Process") -> None:
+        async for held in process.place.held():
+            self._note_kept(process.index, held)
+            await asyncio.sleep(HELD_PAUSE_S)  # it serves meanwhile
 
     def _note_kept(self, process: int, kept: Mapping[str, Sequence[BlockName]]) -> None:
         for tier, names in kept.items():

@@ -27,24 +27,28 @@ MAX_RENEWALS = 64  # chains that wait to be looked for
 
 
 class WriteThrough:
-    """On the event loop. `tick` is called now and then, `step_ended` after each step."""
+    """Of one process, so that none waits for another's disk. On the event loop. `tick` is called now and then,
+    `step_ended` after each step.
+    """
 
     def __init__(
         self,
         *,
         engine: Engine,
         scheduler: Scheduler,
-        places: Sequence[Place],
+        place: Place,
+        partitions: Sequence[int],
         queue: WriteQueue,
-        on_kept: Callable[[int, dict[str, list[BlockName]]], None],
+        on_kept: Callable[[dict[str, list[BlockName]]], None],
         clock: Callable[[], float] = time.monotonic,
     ):
-        """`places`: of each partition. `on_kept` is told the names that each tier of a partition has now."""
+        """`partitions`: whose blocks go down, to `place`. `on_kept` is told the names that each tier has now."""
         self._on_kept = on_kept
         self._clock = clock
         self._scheduler = scheduler
         self._cache = scheduler.cache
-        self._places = places
+        self._place = place
+        self._partitions = partitions
         self._queue = queue
         self._is_closed = False
         self._next_event = self._cache.num_events
@@ -94,7 +98,7 @@ class WriteThrough:
         events = self._cache.events_from(self._next_event)
         self._next_event = self._cache.num_events
         if events is None:  # it fell far behind: all there is now, in whatever order
-            known = [(each, name) for each in range(len(self._places)) for name in self._cache.snapshot(each)]
+            known = [(each, name) for each in self._partitions for name in self._cache.snapshot(each)]
             events = tuple(PrefixEvent(0, partition, name, is_known=True) for partition, name in known)
         self._queue.note(events, self._from_below)
         self._from_below.clear()
@@ -110,7 +114,7 @@ class WriteThrough:
 
     async def _find_lacking(self, piece: Piece) -> None:
         chains = [piece.names[chain] for chain in piece.chains()]
-        self._to_read = piece.only(await self._places[piece.partition].lacking(chains, piece.again_for))
+        self._to_read = piece.only(await self._place.lacking(chains, piece.again_for))
         self._read()
 
     def _renew(self) -> None:
@@ -121,7 +125,7 @@ class WriteThrough:
 
     async def _find_lost(self, partition: int, chain: Sequence[BlockName]) -> None:
         """Of what the device has. The rest is for others to keep, or is about to be written anyway."""
-        lost = await self._places[partition].renew(chain)
+        lost = await self._place.renew(chain)
         whole = Piece(partition=partition, names=tuple(chain), parents=(None, *chain[:-1]))
         for tier, names in lost.items():
             piece = whole.only(self._blocks_of(whole.only(set(names))))
@@ -142,7 +146,7 @@ class WriteThrough:
             self._end()
             return
 
-        kept = self._places[piece.partition].keep(piece, [blocks[name] for name in piece.names])
+        kept = self._place.keep(piece, [blocks[name] for name in piece.names])
         self._background.spawn(self._note_kept(piece, kept))
 
     def _blocks_of(self, piece: Piece) -> dict[BlockName, int]:
@@ -152,7 +156,7 @@ class WriteThrough:
 
     async def _note_kept(self, piece: Piece, keeping: Awaitable[dict[str, list[BlockName]]]) -> None:
         kept = await keeping
-        self._on_kept(piece.partition, kept)
+        self._on_kept(kept)
         if not self._is_flushing:  # which tries each once
             self._queue.wrote(piece, kept, self._clock())
         self._end()

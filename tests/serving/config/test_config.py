@@ -453,11 +453,11 @@ def test_configurations_are_immutable():
         ),
         (
             ["decode.mesh.tensor=2", "kv.store.enabled=true", "kv.store.host_bytes=1000"],
-            "decode.processes: with kv.store.enabled each process has whole partitions, and 2 do not divide",
+            "decode.processes: with kv.store.enabled each process has whole partitions, and 2 do not divide the 1 of",
         ),
         (
             ["decode.mesh.data=2", "decode.mesh.pipe=2", "kv.store.enabled=true", "kv.store.host_bytes=1000"],
-            "decode.processes: with kv.store.enabled each process has whole partitions",
+            "decode.processes: with kv.store.enabled a gang has no stages, and decode.mesh.pipe is 2",
         ),
         (["decode.mesh.data=2", "worker.host=10.0.0.1"], "worker.host: 10.0.0.1 opens the collectives of a gang"),
     ],

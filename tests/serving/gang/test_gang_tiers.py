@@ -183,7 +183,9 @@ async def test_what_it_has_from_the_beginning_is_told_some_at_a_time(monkeypatch
     tier, other = KeptTier(BLOCK_BYTES, "ssd", is_shared=False), host()
     monkeypatch.setattr(tier, "held", lambda: NAMES[:num_held])
     async with a_member(other, tier) as member:
-        assert await member.tiers.held() == {"host": [], "ssd": NAMES[:num_held]}
+        told = [part async for part in member.tiers.held()]
+        assert [name for part in told for name in part["ssd"]] == NAMES[:num_held]
+        assert all(len(part["ssd"]) <= 3 and part["host"] == [] for part in told)
 
 
 async def test_what_tiers_counted_is_told():
@@ -208,8 +210,27 @@ async def test_nothing_is_asked_of_a_member_whose_tiers_hang(monkeypatch: pytest
         assert member.tiers.is_full
         for each in asked:
             assert not await each.within(0.001)
-            assert not each.give_up()  # it may have begun
             each.future.cancel()
+
+
+async def test_a_fetch_that_is_given_up_before_it_begins_never_does():
+    tier = KeptTier(BLOCK_BYTES, "ssd", is_shared=False)
+    async with a_member(tier) as member:
+        member.fill(range(1))
+        await member.keep(NAMES[:1])
+        tier.fetch_may_go.clear()
+        asked = [member.tiers.fetch(NAMES[:1], ["ssd"]) for _ in range(threads.MAX_HANGING + 1)]
+        assert not await asked[-1].within(0.001)
+        assert not asked[-1].give_up()  # here it is not known
+        assert (await asked[-1].future).names == ()
+        assert not any(each.future.done() for each in asked[:-1])
+        for each in asked:  # those that have begun come all the same
+            each.give_up()
+        tier.fetch_may_go.set()
+        for each in asked:
+            member.tiers.drop(await each.future)
+        assert [len((await each.future).names) for each in asked] == [1] * threads.MAX_HANGING + [0]
+        assert tier.num_fetched == threads.MAX_HANGING
 
 
 async def test_of_a_member_without_tiers_nothing_is_asked_or_written():
@@ -217,7 +238,7 @@ async def test_of_a_member_without_tiers_nothing_is_asked_or_written():
         assert member.tiers.is_full
         assert await member.tiers.lacking([NAMES], None) == set()
         assert await member.tiers.renew(NAMES) == {}
-        assert await member.tiers.held() == {}
+        assert [part async for part in member.tiers.held()] == []
 
 
 async def test_blocks_that_are_others_have_no_bytes_here():

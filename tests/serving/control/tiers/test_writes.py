@@ -38,7 +38,7 @@ moves = st.lists(
 @given(moves)
 def test_pieces_are_the_oldest_that_are_still_known(moves: list[tuple[str, int, int]]):
     """Against a list that is looked through from its beginning."""
-    queue = WriteQueue(MAX_BLOCKS, 2, TIERS)
+    queue = WriteQueue(MAX_BLOCKS, range(2), TIERS)
     waiting = deque[tuple[int, bytes]]()
     num_dropped = num_lost = 0
     for move, partition, number in moves:
@@ -67,7 +67,7 @@ def test_pieces_are_the_oldest_that_are_still_known(moves: list[tuple[str, int, 
 
 
 def test_a_queue_that_nobody_empties_stays_small():
-    queue = WriteQueue(MAX_BLOCKS, 2, TIERS)
+    queue = WriteQueue(MAX_BLOCKS, range(2), TIERS)
     for number in range(1000):
         queue.note([known(0, number), gone(0, number)])
     assert len(queue) == 0
@@ -105,7 +105,7 @@ def again(queue: WriteQueue, max_blocks: int, now_s: float) -> Piece:
 
 
 def test_what_failed_is_tried_again_after_a_while_and_the_rest_at_once_where_that_went_well():
-    queue = WriteQueue(MAX_BLOCKS, 2, TIERS)
+    queue = WriteQueue(MAX_BLOCKS, range(2), TIERS)
     piece = fill(queue, 1, 2, 3)
     queue.wrote(piece, told(piece, "ssd"), now_s=0.0)
     assert queue.take(2, AGAIN_S - 0.1) is None
@@ -117,7 +117,7 @@ def test_what_failed_is_tried_again_after_a_while_and_the_rest_at_once_where_tha
 
 
 def test_of_a_piece_only_what_a_tier_did_not_keep_is_tried_again():
-    queue = WriteQueue(MAX_BLOCKS, 2, TIERS)
+    queue = WriteQueue(MAX_BLOCKS, range(2), TIERS)
     piece = fill(queue, 1, 2, 3)
     queue.wrote(piece, {"host": (named(1), named(3)), "ssd": piece.names}, 0.0)
     assert again(queue, 9, AGAIN_S).names == (named(2),)
@@ -125,7 +125,7 @@ def test_of_a_piece_only_what_a_tier_did_not_keep_is_tried_again():
 
 
 def test_pauses_double_up_to_a_limit_and_begin_anew_once_something_is_kept():
-    queue, now_s, pauses = WriteQueue(MAX_BLOCKS, 2, TIERS), 0.0, list[float]()
+    queue, now_s, pauses = WriteQueue(MAX_BLOCKS, range(2), TIERS), 0.0, list[float]()
     piece = fill(queue, 1)
     queue.wrote(piece, told(piece, "host"), now_s)
     for _ in range(6):
@@ -143,7 +143,7 @@ def test_pauses_double_up_to_a_limit_and_begin_anew_once_something_is_kept():
 
 
 def test_a_tier_that_is_off_for_good_delays_no_other():
-    queue, now_s = WriteQueue(MAX_BLOCKS, 2, TIERS), 0.0
+    queue, now_s = WriteQueue(MAX_BLOCKS, range(2), TIERS), 0.0
     piece = fill(queue, 1)
     queue.wrote(piece, told(piece, "ssd"), now_s)
     for _ in range(6):
@@ -157,7 +157,7 @@ def test_a_tier_that_is_off_for_good_delays_no_other():
 
 
 def test_of_what_failed_no_more_is_remembered_than_a_queue_may_hold_and_nothing_that_is_gone():
-    queue = WriteQueue(MAX_BLOCKS, 2, TIERS)
+    queue = WriteQueue(MAX_BLOCKS, range(2), TIERS)
     for number in range(10):
         piece = fill(queue, number)
         queue.wrote(piece, told(piece, "ssd"), 0.0)
@@ -168,7 +168,7 @@ def test_of_what_failed_no_more_is_remembered_than_a_queue_may_hold_and_nothing_
 
 
 def test_a_piece_that_is_tried_again_is_of_one_partition():
-    queue = WriteQueue(MAX_BLOCKS, 2, TIERS)
+    queue = WriteQueue(MAX_BLOCKS, range(2), TIERS)
     queue.note([known(0, 1), known(1, 2), known(0, 3)])
     for _ in range(3):
         piece = queue.take(1, 0.0)
@@ -190,21 +190,21 @@ def turns(queue: WriteQueue, number: int) -> str:
 
 
 def test_what_was_set_aside_takes_turns_with_what_is_new():
-    queue = WriteQueue(100, 1, TIERS)
+    queue = WriteQueue(100, range(1), TIERS)
     set_aside(queue, *range(10, 16))
     queue.note([known(0, number) for number in range(3)])
     assert turns(queue, 10) == "nananaaaa-"
 
 
 def test_where_much_is_new_what_was_set_aside_waits():
-    queue = WriteQueue(16, 1, TIERS)
+    queue = WriteQueue(16, range(1), TIERS)
     set_aside(queue, 10, 11)
     queue.note([known(0, number) for number in range(5)])
     assert turns(queue, 8) == "nnnanan-"  # two are not many
 
 
 def test_at_the_end_what_no_tier_has_goes_first_and_the_rest_whenever_it_was_to_be():
-    queue = WriteQueue(100, 1, TIERS)
+    queue = WriteQueue(100, range(1), TIERS)
     piece = fill(queue, 10, 11)
     queue.wrote(piece, told(piece, "host", "ssd"), 0.0)
     queue.note([known(0, number) for number in range(3)])
@@ -219,7 +219,7 @@ def test_at_the_end_what_no_tier_has_goes_first_and_the_rest_whenever_it_was_to_
 
 
 def test_what_waits_to_be_written_is_not_lost():
-    queue = WriteQueue(MAX_BLOCKS, 2, TIERS)
+    queue = WriteQueue(MAX_BLOCKS, range(2), TIERS)
     queue.note([known(0, 1), known(1, 2)])
     set_aside(queue, 1, 2)
     assert queue.num_aside == 1  # of the other partition
@@ -227,7 +227,7 @@ def test_what_waits_to_be_written_is_not_lost():
 
 
 def test_what_a_tier_has_lost_is_given_to_it_at_once_unless_it_fails():
-    queue = WriteQueue(MAX_BLOCKS, 1, TIERS)
+    queue = WriteQueue(MAX_BLOCKS, range(1), TIERS)
     set_aside(queue, 1)
     assert again(queue, 1, 0.0).names == (named(1),)
     piece = fill(queue, 2)

@@ -52,7 +52,7 @@ async def pass_time(world: World, seconds: float) -> None:
 
 def a_world() -> World:
     world = World(seed=1, num_partitions=1, num_blocks=100)
-    world.writing._queue = world.queue = WriteQueue(100, 1, world.stack.names)
+    world.writing._queue = world.queue = world.queues[0] = WriteQueue(100, range(1), world.stack.names)
     return world
 
 

@@ -115,21 +115,31 @@ class World:
         engine: Any = self.engine
         each = places_of(self.processes, engine, BLOCK, itertools.count())
         places = [each[self.spaces.process_of(partition)] for partition in range(self.num_partitions)]
-        parts: dict[str, Any] = {"engine": self.engine, "scheduler": self.scheduler, "places": places}
-        self.queue = WriteQueue(rng.choice([3, 100]), self.num_partitions, self.stack.names)
-        self.writing = WriteThrough(
-            **parts,
-            queue=self.queue,
-            on_kept=lambda partition, kept: None,
-            clock=lambda: asyncio.get_running_loop().time(),
-        )
+        parts: dict[str, Any] = {"engine": self.engine, "scheduler": self.scheduler}
+        max_queued = rng.choice([3, 100])
+        self.queues, self.writers = list[WriteQueue](), list[WriteThrough]()
+        for index, place in enumerate(each):
+            partitions = self.spaces.partitions_of(index)
+            self.queues.append(WriteQueue(max_queued, partitions, self.stack.names))
+            self.writers.append(
+                WriteThrough(
+                    **parts,
+                    place=place,
+                    partitions=partitions,
+                    queue=self.queues[-1],
+                    on_kept=lambda kept: None,
+                    clock=lambda: asyncio.get_running_loop().time(),
+                )
+            )
+        self.writing, self.queue = self.writers[0], self.queues[0]
         self.times = times = FetchTimes(BLOCK_SIZE)
         if rng.random() < 0.7:
             times.computed(BLOCK_SIZE, rng.choice([0.002, 0.02, 0.2]))  # so that waits are as short
         self.fetching = FetchedFirst(
             **parts,
             pool=self.pool,
-            times=times,
+            places=places,
+            times=[times] * self.num_partitions,
             on_found=lambda partition, chain, tiers: None,
             on_fetched=self._on_fetched,
             on_came=self._on_came,
@@ -149,8 +159,11 @@ class World:
     def process_of(self, partition: int) -> Process:
         return self.processes[self.spaces.process_of(partition)]
 
-    def _on_fetched(self, names: Sequence[bytes]) -> None:
-        self.writing.came_up(names)
+    def writer_of(self, partition: int) -> WriteThrough:
+        return self.writers[self.spaces.process_of(partition)]
+
+    def _on_fetched(self, partition: int, names: Sequence[bytes]) -> None:
+        self.writer_of(partition).came_up(names)
         self.not_written.update(names)
 
     # ---- moves
@@ -187,7 +200,7 @@ class World:
             assert request.id not in self.cancelled
             self.num_from_tiers += sum(tokens.values())
             self.scheduler.add(request, 0.0, None, partition)
-            self.writing.renew(partition, request.block_names)
+            self.writer_of(partition).renew(partition, request.block_names)
             self.engine.wake()
             if self.rng.random() < 0.5:
                 self.engine.launch()
@@ -210,7 +223,8 @@ class World:
     def complete(self) -> None:
         if self.engine.in_flight:
             self.engine.in_flight.popleft()()
-            self.writing.step_ended()
+            for writing in self.writers:
+                writing.step_ended()
 
     def run_a_thread(self) -> None:
         threads = self.rng.choice(self.processes).threads
@@ -224,7 +238,8 @@ class World:
             coming.popleft()()
 
     def tick(self) -> None:
-        self.writing.tick()
+        for writing in self.writers:
+            writing.tick()
 
     def lose(self) -> None:
         """A tier forgets a block, or it does not come any more."""
@@ -271,14 +286,13 @@ class World:
             for _ in self.processes:
                 self.run_a_thread()
                 self.arrive()
-            await asyncio.sleep(0.01 if self.queue else 0.1)
+            await asyncio.sleep(0.01 if any(map(len, self.queues)) else 0.1)
             self.check()
             has_news = self.scheduler.cache.num_events > num_events
             is_busy = (
                 any(each.threads.pending or each.coming for each in self.processes)
                 or self.engine.in_flight
-                or self.queue
-                or self.queue.num_aside
+                or any(len(queue) or queue.num_aside for queue in self.queues)
                 or has_news
             )
             if self.live <= self.engine.ended and not is_busy:
@@ -288,8 +302,8 @@ class World:
 
     def check_written(self) -> None:
         """Whatever tiers failed meanwhile, what the device has they have, but where the queue was full."""
-        if not self.queue.num_dropped:
-            for partition in range(self.num_partitions):
+        for partition in range(self.num_partitions):
+            if not self.queues[self.spaces.process_of(partition)].num_dropped:
                 for tier in self.process_of(partition).tiers:
                     on_device = set(self.scheduler.cache.snapshot(partition))
                     assert on_device <= tier.kept.keys() | self.not_written
