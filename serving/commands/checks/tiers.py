@@ -18,11 +18,11 @@ def check_tiers_fit(config: Config, roles: Sequence[WorkerRole], *, is_one_proce
     store = config.kv.store
     if not store.enabled:
         return
-    num_processes = {role: 1 if is_one_process else processes_of(config, role) for role in roles}
     num_shares = processes_of(config, roles[0]) if is_one_process else 1
     faults = _memory_faults(store.host_bytes // num_shares, len(roles))
     if store.ssd_path is not None:
-        num_folders = {role: roles.count(role) * num for role, num in num_processes.items()}
+        folders_of = {role: 1 if is_one_process else processes_of(config, role) for role in roles}
+        num_folders: dict[WorkerRole, int] = {role: roles.count(role) * folders_of[role] for role in roles}
         faults += _disk_faults(store.ssd_path, store.ssd_bytes // num_shares, len(roles), num_folders)
     if faults:
         raise ConfigError(faults)

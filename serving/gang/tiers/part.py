@@ -1,5 +1,6 @@
 """A follower's tiers, as its leader orders: it answers with names, and what its steps export and land is here."""
 
+import asyncio
 from collections.abc import Callable, Collection, Coroutine
 from typing import Any
 

@@ -41,8 +41,9 @@ class Wanted:
 class FetchedFirst:
     """The requests of all links that wait. On the event loop.
 
-    `places` and `times`: of each partition. `on_found` is told which tier of a partition has each block of a chain, `on_fetched`
-    which of them came up, `on_came` how many tokens came from each tier of a request that was begun already.
+    `places` and `times`: of each partition. `on_found` is told which tier of a partition has each block of a chain,
+    `on_fetched` which of them came up, `on_came` how many tokens came from each tier of a request that was begun
+    already.
     """
 
     def __init__(

@@ -65,6 +65,8 @@ class Member:
 
     def _fail(self, error: BaseException) -> None:
         self.faults.append(error)
+        for waiting in self.orders._asked.values():
+            waiting.set_exception(error)
         self.has_failed.set()
 
     # ---- as the leader's engine

@@ -29,6 +29,7 @@ from tests.serving.fake_device import VOCAB_SIZE, FakeDevice, true_output, true_
 from tests.serving.worker.store.members import FollowingProcess, Process, places_of
 
 BLOCK_SIZE, ROOT, NOTHING = 4, b"root", -9
+FEW, MANY = 3, 100  # blocks that a queue holds
 BLOCK = BlockShape(name="kv", dtype="int32", itemsize_bytes=4, block_size=BLOCK_SIZE, num_layers=1, num_features=1)
 
 
@@ -116,7 +117,7 @@ class World:
         each = places_of(self.processes, engine, BLOCK, itertools.count())
         places = [each[self.spaces.process_of(partition)] for partition in range(self.num_partitions)]
         parts: dict[str, Any] = {"engine": self.engine, "scheduler": self.scheduler}
-        max_queued = rng.choice([3, 100])
+        max_queued = rng.choice([FEW, MANY])
         self.queues, self.writers = list[WriteQueue](), list[WriteThrough]()
         for index, place in enumerate(each):
             partitions = self.spaces.partitions_of(index)
@@ -131,6 +132,7 @@ class World:
                     clock=lambda: asyncio.get_running_loop().time(),
                 )
             )
+        self._may_lose = max_queued == FEW
         self.writing, self.queue = self.writers[0], self.queues[0]
         self.times = times = FetchTimes(BLOCK_SIZE)
         if rng.random() < 0.7:
@@ -301,9 +303,8 @@ class World:
         raise AssertionError("it never ends")
 
     def check_written(self) -> None:
-        """Whatever tiers failed meanwhile, what the device has they have, but where the queue was full."""
+        """Whatever tiers failed meanwhile, what the device has they have, but where a queue may have been full."""
         for partition in range(self.num_partitions):
-            if not self.queues[self.spaces.process_of(partition)].num_dropped:
-                for tier in self.process_of(partition).tiers:
-                    on_device = set(self.scheduler.cache.snapshot(partition))
-                    assert on_device <= tier.kept.keys() | self.not_written
+            for tier in () if self._may_lose else self.process_of(partition).tiers:
+                on_device = set(self.scheduler.cache.snapshot(partition))
+                assert on_device <= tier.kept.keys() | self.not_written
