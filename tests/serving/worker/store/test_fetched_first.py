@@ -82,6 +82,28 @@ def test_what_the_device_has_stays_while_the_rest_is_fetched():
     run_virtually(scenario(World(0, num_partitions=1, num_blocks=8)))
 
 
+@pytest.mark.parametrize("seed", [0, 1], ids=["of one process", "of a gang"])
+def test_what_comes_for_a_request_that_is_over_is_held_by_nobody(seed: int):
+    async def scenario(world: World) -> None:
+        request, partition = world.a_request(PROMPT), world.num_partitions - 1
+        process = world.process_of(partition)
+        for name in request.block_names:
+            process.tiers[1].kept[name] = np.array(world.right[name], np.int32).tobytes()
+        world.begin(request, partition)
+        for is_fetching in (False, True):
+            await asyncio.sleep(0.001)
+            assert len(process.threads.pending) == 1
+            if is_fetching:
+                world.cancel()
+            process.threads.run(0)
+            await asyncio.sleep(0.001)
+            while process.coming:
+                process.coming.popleft()()
+        await world.finish()
+
+    run_virtually(scenario(slow_to_compute(World(seed, num_partitions=3, num_blocks=16))))
+
+
 def test_a_tier_that_seemed_slow_is_tried_out_beside_who_does_not_wait_for_it():
     async def scenario(world: World) -> None:
         world.times.computed(BLOCK_SIZE, 0.5)
