@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from moonshard.kv.prefix import Spaces
 from moonshard.kv.store.stack import TierStack
+from moonshard.rpc import link_pb2
 from moonshard.serving.engine.engine import Engine
 from moonshard.serving.engine.loading.model import LoadedModel
 from moonshard.serving.gang.leader import Follower, Gang
@@ -28,7 +29,10 @@ def places_of(gang: Gang, stack: TierStack, model: LoadedModel) -> PlacesOf:
 
         def of(follower: Follower) -> MemberTiers:
             kinds = () if follower.ready is None else follower.ready.tiers
-            told = lambda: follower.tiers  # noqa: E731
+
+            def told() -> Sequence[link_pb2.KvTier]:
+                return follower.tiers
+
             return MemberTiers(engine, follower.tier_orders, kinds, told=told, block=block, tickets=tickets)
 
         members: list[Place] = [OwnTiers(engine, TierBlocks(stack, block), tickets), *map(of, gang.followers)]

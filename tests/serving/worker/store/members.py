@@ -100,8 +100,10 @@ class FollowingProcess(Process):
 
     def place(self, engine: Engine, block: BlockShape, tickets: Iterator[int]) -> MemberTiers:
         kinds = [link_pb2.TierKind(name=tier.name, is_shared=tier.is_shared) for tier in self.tiers]
-        told = lambda: self._part.message  # noqa: E731
-        return MemberTiers(engine, self.orders, kinds, told=told, block=block, tickets=tickets)
+        return MemberTiers(engine, self.orders, kinds, told=self._told, block=block, tickets=tickets)
+
+    def _told(self) -> Sequence[link_pb2.KvTier]:
+        return self._part.message
 
     def _tell(self, order: link_pb2.TierOrder) -> None:
         self._part.obey(link_pb2.TierOrder.FromString(order.SerializeToString()))
