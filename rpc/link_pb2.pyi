@@ -687,12 +687,16 @@ class WorkerMessage(_message.Message):
     def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., step: _Optional[_Union[StepOutput, _Mapping]] = ..., failed: _Optional[_Union[Failed, _Mapping]] = ..., load: _Optional[_Union[WorkerLoad, _Mapping]] = ..., target: _Optional[_Union[Target, _Mapping]] = ..., credits: _Optional[_Union[Credits, _Mapping]] = ..., chunk: _Optional[_Union[Manifest, _Mapping]] = ..., first_tokens: _Optional[_Union[FirstTokens, _Mapping]] = ..., drained: _Optional[_Union[Drained, _Mapping]] = ..., prefix_snapshot: _Optional[_Union[PrefixSnapshot, _Mapping]] = ..., prefix_events: _Optional[_Union[PrefixEvents, _Mapping]] = ...) -> None: ...
 
 class PrefixSnapshot(_message.Message):
-    __slots__ = ("next_number", "names")
+    __slots__ = ("goes_on", "has_more", "next_number", "names")
+    GOES_ON_FIELD_NUMBER: _ClassVar[int]
+    HAS_MORE_FIELD_NUMBER: _ClassVar[int]
     NEXT_NUMBER_FIELD_NUMBER: _ClassVar[int]
     NAMES_FIELD_NUMBER: _ClassVar[int]
+    goes_on: bool
+    has_more: bool
     next_number: int
     names: _containers.RepeatedScalarFieldContainer[bytes]
-    def __init__(self, next_number: _Optional[int] = ..., names: _Optional[_Iterable[bytes]] = ...) -> None: ...
+    def __init__(self, goes_on: _Optional[bool] = ..., has_more: _Optional[bool] = ..., next_number: _Optional[int] = ..., names: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class PrefixEvents(_message.Message):
     __slots__ = ("first_number", "names", "partitions", "is_known")

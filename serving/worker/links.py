@@ -181,6 +181,8 @@ class Links:
         for link, known in self._open.items():
             while (news := known.feed.news()) is not None:
                 link.send(news)
+                if known.feed.is_telling_all:
+                    break
 
 
 def _target_epoch(cancel: link_pb2.Cancel) -> int:

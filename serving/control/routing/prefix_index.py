@@ -109,6 +109,7 @@ class PrefixSubscriber:
     homes: tuple[int, ...]
     _epoch: int | None = None
     _next: int | None = None  # number of its next event; None: a snapshot must come first
+    _in_parts: int | None = None  # the next event after a snapshot of which parts are to come
 
     def events(self, epoch: int, first: int, said: Iterable[PrefixChange]) -> bool:
         """Takes events, numbered from that number on. False: some before them are missing, and a snapshot is needed."""
@@ -126,22 +127,35 @@ class PrefixSubscriber:
             number += 1
         return True
 
-    def snapshot(self, epoch: int, next_number: int, names: Iterable[tuple[int, BlockName]]) -> None:
-        """Takes all that its homes know after the events before that number. A snapshot older than what was heard is
-        ignored.
+    def snapshot(
+        self,
+        epoch: int,
+        next_number: int,
+        names: Iterable[tuple[int, BlockName]],
+        *,
+        goes_on: bool = False,
+        has_more: bool = False,
+    ) -> None:
+        """Takes all that its homes know after the events before that number; a part of it, where it `goes_on` from the
+        part before, or `has_more`. A snapshot older than what was heard is ignored, and so is a part without the one
+        before it.
         """
-        if epoch == self._epoch and self._next is not None and next_number < self._next:
+        if goes_on:
+            if (epoch, next_number) != (self._epoch, self._in_parts):
+                return
+        elif epoch == self._epoch and self._next is not None and next_number < self._next:
             return
-        self._begin(epoch)
+        else:
+            self._begin(epoch)
         for home, name in names:
             self.index.add(home, name)
-        self._next = next_number
+        self._next, self._in_parts = (None, next_number) if has_more else (next_number, None)
 
     def gone(self) -> None:
         """The process ended: nothing of it is known any more."""
         for home in self.homes:
             self.index.purge(home)
-        self._epoch = self._next = None
+        self._epoch = self._next = self._in_parts = None
 
     def _begin(self, epoch: int) -> None:
         self.gone()

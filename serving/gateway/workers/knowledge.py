@@ -110,8 +110,9 @@ class Knowledge:
             snapshot = message.prefix_snapshot
             pairs = zip(heard.prefixes.homes, snapshot.names, strict=False)
             names = ((home, name) for home, joined in pairs for name in split_names(joined))
-            heard.prefixes.snapshot(session.epoch, snapshot.next_number, names)
-            heard.is_asked = False
+            parts = {"goes_on": snapshot.goes_on, "has_more": snapshot.has_more}
+            heard.prefixes.snapshot(session.epoch, snapshot.next_number, names, **parts)
+            heard.is_asked = snapshot.has_more
         elif not _take_events(heard.prefixes, session.epoch, message.prefix_events) and not heard.is_asked:
             heard.is_asked = True
             session.send(TELL_PREFIXES)

@@ -136,6 +136,21 @@ def test_a_snapshot_older_than_what_was_heard_is_ignored():
     assert heard.index.known(0) == AFTER
 
 
+def test_a_snapshot_in_parts_counts_once_it_is_whole_and_no_part_without_the_one_before_it():
+    heard = hearing()
+    heard.snapshot(1, 4, [(0, b"a")], goes_on=True)
+    heard.snapshot(1, 4, [(0, b"b")], has_more=True)
+    heard.snapshot(1, 5, [(0, b"of another one")], goes_on=True)
+    assert not heard.events(1, 4, said(("early", True)))
+    heard.snapshot(1, 4, [(0, b"c")], goes_on=True)
+    assert heard.index.known(0) == {b"b", b"c"}
+    assert heard.events(1, 4, said(("z", True)))
+    heard.snapshot(1, 9, [(0, b"d")], has_more=True)
+    heard.gone()
+    heard.snapshot(1, 9, [(0, b"e")], goes_on=True)
+    assert heard.index.known(0) == set()
+
+
 def test_another_process_begins_anew_and_the_former_one_is_not_listened_to_for_long():
     heard = hearing()
     heard.events(1, 0, EVENTS)

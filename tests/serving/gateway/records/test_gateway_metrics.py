@@ -12,6 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from moonshard.kv.prefix import NAME_BYTES
 from moonshard.rpc import link_pb2
 from moonshard.rpc.client import AsyncClient
+from moonshard.rpc.link import PROTOCOL_VERSION
 from moonshard.serving.config.keys import GatewayConfig
 from moonshard.serving.gateway.process import RunningGateway
 from tests.serving.gateway.fake_worker import NUM_BLOCKS, FakeWorker
@@ -224,7 +225,7 @@ async def test_a_worker_that_is_gone_runs_nothing_and_keeps_its_counts(
     there = await samples(http)
     assert there["vllm:num_requests_running", "0", "kimi"] > 0
     assert there["vllm:kv_cache_usage_perc", "0", "kimi"] > 0
-    worker.welcome.protocol_version = 9  # it does not come back
+    worker.welcome.protocol_version = PROTOCOL_VERSION + 1  # it does not come back
     worker.drop_link()
     await running.gateway.pool.wait_not_ready()
     gone = await samples(http)

@@ -12,6 +12,7 @@ import pytest
 
 from moonshard.rpc import link_pb2, link_pb2_grpc
 from moonshard.rpc.client import AsyncClient
+from moonshard.rpc.link import PROTOCOL_VERSION
 from moonshard.rpc.status import Unavailable
 from moonshard.serving.config.keys import GatewayConfig
 from moonshard.serving.gateway.process import RunningGateway, serving
@@ -212,7 +213,7 @@ async def wait_for_links(running: RunningGateway, num_links: int) -> None:
         ({"dtype": "bfloat16"}, "dtype"),
         ({"vocab_size": 7}, "vocab_size"),
         ({"block_size": 7}, "block_size"),
-        ({"protocol_version": 9}, "protocol_version"),
+        ({"protocol_version": PROTOCOL_VERSION + 1}, "protocol_version"),
         ({"role": "judge"}, "role"),
         ({"epoch": b"e" * 16}, "epoch"),  # another address of the same process
     ],

@@ -131,6 +131,20 @@ async def test_a_snapshot_of_more_partitions_than_there_are_is_cut(knowledge: Kn
     assert told.known() == [1, 1]
 
 
+async def test_a_snapshot_in_parts_is_asked_for_once(knowledge: Knowledge, told: Told):
+    knowledge.prefixes(told.session, events(9, (0, NAMES[3], True)))  # after a gap
+    assert told.said[1:] == [TELL_PREFIXES]
+    first, second = snapshot(9, NAMES[:3], ()), snapshot(9, (), NAMES[:2])
+    first.prefix_snapshot.has_more = second.prefix_snapshot.goes_on = True
+    knowledge.prefixes(told.session, first)
+    knowledge.prefixes(told.session, events(9, (0, NAMES[3], True)))
+    knowledge.prefixes(told.session, second)
+    assert told.known() == [3, 2]
+    assert told.said[1:] == [TELL_PREFIXES]
+    knowledge.prefixes(told.session, events(9, (0, NAMES[3], True)))
+    assert told.known() == [4, 2]
+
+
 async def test_a_lost_worker_knows_nothing_and_what_it_still_says_is_not_heard(knowledge: Knowledge, told: Told):
     knowledge.end(told.session)
     assert told.known() == [0, 0]
