@@ -45,7 +45,7 @@ GANG = ["mode=aggregated", "decode.mesh.data=2", "decode.processes=2"]
         ("prefill.chunk_tokens", ["prefill.chunk_tokens=100"]),
         ("decode.max_slots", ["decode.max_slots=none"]),
         ("decode.processes", [*GANG, "decode.processes=3"]),
-        ("decode.processes", [*GANG, "kv.store.enabled=true"]),
+        ("decode.processes", [*GANG, "decode.mesh.data=1", "decode.mesh.tensor=2", "kv.store.enabled=true"]),
         ("decode.processes", [*GANG, "decode.mesh.data=1", "decode.mesh.tensor=2", "decode.mesh.pipe=3"]),
         ("prefill.processes", ["prefill.mesh.tensor=2", "prefill.processes=2", "kv.transport=grpc"]),
     ],
