@@ -16,6 +16,7 @@ from moonshard.serving.gang.steps import GangDiverged
 from moonshard.serving.transfer.endpoint import endpoint_from, region_messages
 from moonshard.serving.transfer.plane import KvPlane
 from moonshard.serving.wire.tiles import tile_from
+from moonshard.serving.worker.background import Background
 
 Answer = Callable[[link_pb2.FollowerAnswer], None]
 
@@ -45,17 +46,41 @@ class Exported:
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
+class Landing:
+    """What the lands of tickets have not taken yet: one may take several steps."""
+
+    def __init__(self) -> None:
+        self._pages: dict[int, np.ndarray] = {}  # by ticket
+
+    def __len__(self) -> int:
+        """Of how many tickets."""
+        return len(self._pages)
+
+    def left(self, ticket: int) -> int:
+        """How many blocks."""
+        return len(self._pages.get(ticket, ()))
+
+    def put(self, ticket: int, pages: np.ndarray) -> None:
+        self._pages[ticket] = pages
+
+    def take(self, ticket: int, num_blocks: int) -> np.ndarray:
+        """The next of them. KeyError where there are none."""
+        pages = self._pages.pop(ticket)
+        if len(pages) > num_blocks:
+            self._pages[ticket] = pages[num_blocks:]
+        return pages[:num_blocks]
+
+
 class PlanePart:
     """On the event loop. `fail` is told of what is no failed transfer and no mismatch."""
 
     def __init__(self, plane: KvPlane, answer: Answer, fail: Callable[[BaseException], None]):
         self._plane = plane
         self._answer = answer
-        self._fail = fail
         self._num_orders = 0
         self._exported = Exported()  # until it is staged
-        self._landing: dict[int, np.ndarray] = {}  # by ticket: what its lands have not taken yet
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._landing = Landing()
+        self._background = Background(fail)
 
     # ---- what the steps leave, and take
 
@@ -65,10 +90,9 @@ class PlanePart:
 
     def payload(self, ticket: int, num_blocks: int) -> np.ndarray:
         """What the next land of the ticket writes. KeyError where it was not copied out."""
-        pages = self._landing.pop(ticket) if ticket in self._landing else self._plane.take(ticket)
-        if len(pages) > num_blocks:
-            self._landing[ticket] = pages[num_blocks:]
-        return pages[:num_blocks]
+        if not self._landing.left(ticket):
+            self._landing.put(ticket, self._plane.take(ticket))
+        return self._landing.take(ticket, num_blocks)
 
     # ---- orders
 
@@ -97,14 +121,7 @@ class PlanePart:
             answer.number = number
             self._answer(answer)
 
-        task = asyncio.get_running_loop().create_task(answered())
-        self._tasks.add(task)
-        task.add_done_callback(self._ended)
-
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            self._fail(error)
+        self._background.spawn(answered())
 
     async def _stage(self, stage: link_pb2.KvStage) -> link_pb2.FollowerAnswer:
         pages = await self._exported.all_of(stage.ticket, len(stage.cells))

@@ -8,7 +8,7 @@ import numpy as np
 
 from moonshard.kv.prefix import BlockName, split_names
 from moonshard.rpc import link_pb2
-from moonshard.serving.gang.part import Exported
+from moonshard.serving.gang.part import Exported, Landing
 from moonshard.serving.gang.steps import GangDiverged
 from moonshard.serving.wire.tiers import chain_message, names_message, piece_from, run_message, tier_message
 from moonshard.serving.worker.background import Background
@@ -30,7 +30,7 @@ class TierPart:
         self._partitions = frozenset(partitions)
         self._answer = answer
         self._exported = Exported()
-        self._landing = dict[int, np.ndarray]()  # by ticket: what its lands have not taken yet
+        self._landing = Landing()
         self._held = dict[str, list[BlockName]]()  # until it is told
         self._fetching = dict[int, Asked[Came]]()  # by ticket
         self._num_orders = 0
@@ -59,12 +59,9 @@ class TierPart:
         """
         if partition not in self._partitions:
             return self._blocks.no_layers(num_blocks)
-        pages = self._landing.pop(ticket, None)
-        if pages is None or len(pages) < num_blocks:
+        if self._landing.left(ticket) < num_blocks:
             raise GangDiverged(f"{num_blocks} blocks are to land in partition {partition} that did not come")
-        if len(pages) > num_blocks:
-            self._landing[ticket] = pages[num_blocks:]
-        return pages[:num_blocks]
+        return self._landing.take(ticket, num_blocks)
 
     # ---- orders
 
@@ -85,7 +82,7 @@ class TierPart:
                     asked.give_up()
             case "land":
                 land = order.land
-                self._landing[land.ticket] = self._blocks.take(land.ticket, land.first)[: land.num_blocks]
+                self._landing.put(land.ticket, self._blocks.take(land.ticket, land.first)[: land.num_blocks])
             case "forget":
                 self._blocks.drop(order.forget.ticket)
             case "lacking":
