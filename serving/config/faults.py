@@ -90,8 +90,6 @@ def _gang_faults(config: Config) -> list[str]:
             faults.append(f"{key}: {own.processes} do not divide the {num_devices} devices of {name}.mesh ({own.mesh})")
         elif fault := _uneven_stages(own.mesh, own.processes):
             faults.append(f"{key}: {fault} of {name}.mesh ({own.mesh})")
-        if config.mode == "disaggregated" and config.kv.transport == "grpc":
-            faults.append(f'{key}: a gang hands KV over by Mooncake alone, and kv.transport is "grpc"')
         if config.kv.store.enabled and own.mesh.pipe > 1:
             faults.append(f"{key}: with kv.store.enabled a gang has no stages, and {name}.mesh.pipe is {own.mesh.pipe}")
         elif config.kv.store.enabled and own.mesh.num_partitions % own.processes:
@@ -313,6 +311,11 @@ def _is_fenced(config: Config) -> bool:
 def _has_plane(config: Config) -> bool:
     """Whether KV leaves the workers' processes."""
     return config.mode == "disaggregated" or config.kv.store.is_shared
+
+
+def has_kv_stream(config: Config) -> bool:
+    """Whether KV comes to workers by gRPC, to each of their processes."""
+    return config.mode == "disaggregated" and config.kv.transport == "grpc"
 
 
 def has_mooncake(config: Config) -> bool:

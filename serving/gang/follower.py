@@ -9,7 +9,7 @@ import contextlib
 import logging
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -18,18 +18,23 @@ import grpc
 from moonshard.rpc import link_pb2
 from moonshard.rpc.link import PROTOCOL_VERSION
 from moonshard.rpc.server.door import ServerUnproved, open_stream
+from moonshard.rpc.server.server import PortInUse, build_server
 from moonshard.serving.config.cluster_key import cluster_key
-from moonshard.serving.config.keys import Config, ConfigError, WorkerRole
-from moonshard.serving.config.tls import link_credentials
+from moonshard.serving.config.keys import Config, ConfigError, WorkerRole, port_key, port_of
+from moonshard.serving.config.tls import link_credentials, server_tls
+from moonshard.serving.deploy.device_process import begin_device_process
+from moonshard.serving.deploy.heap import importing, keep_for_life
 from moonshard.serving.deploy.life import FAILED_EXIT_CODE
 from moonshard.serving.deploy.startup import ProcessStart, startup_message
 from moonshard.serving.deploy.status_pipe import Status
 from moonshard.serving.gang.members import GangFault, Member, end_at_once, made_of, meet
 from moonshard.serving.gang.watch import LOOKS_PER_TIMEOUT, Watched
-from moonshard.serving.transfer.transports import openness
+from moonshard.serving.transfer.transports import KvTransports, openness
 
 if TYPE_CHECKING:  # what needs jax is imported once all members are there
+    from moonshard.serving.engine.loading.model import LoadedModel
     from moonshard.serving.gang.following import Steps
+    from moonshard.serving.transfer.plane import KvPlane
 
 METHOD = f"/{link_pb2.DESCRIPTOR.services_by_name['Gang'].full_name}/Follow"
 RETRY_S = 0.1  # while the leader is not there
@@ -47,6 +52,7 @@ Stream = grpc.aio.StreamStreamCall
 
 async def run_follower(config: Config, role: WorkerRole, member: Member, *, status: Status, start: ProcessStart) -> int:
     """Never returns: the process ends with the gang. A start-up error is told to the leader, and raised."""
+    begin_device_process()
     loop, is_in = asyncio.get_running_loop(), False
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, lambda: None if is_in else end_at_once(0))
@@ -146,20 +152,26 @@ class Following:
     start: ProcessStart
 
     async def run(self, coordinator: str) -> None:
+        transports = KvTransports(self.config, cluster_key(self.config, os.environ).proofs)
+        async with _receiving(self.config, self.role, transports) as port:
+            await self._run(coordinator, lambda model: transports.open_plane(model, port), port)
+
+    async def _run(self, coordinator: str, open_plane: "Callable[[LoadedModel], KvPlane]", port: int) -> None:
         leader = Watched("the leader of the gang")
         outbox: asyncio.Queue[link_pb2.FollowerMessage] = asyncio.Queue()
         writing = asyncio.create_task(_write_all(self.call, outbox))
         told: asyncio.Queue[link_pb2.LeaderMessage] = asyncio.Queue()
         begun = asyncio.Event()
         reading = asyncio.create_task(_read_all(self.call, leader, begun, told))
-        loading = asyncio.create_task(self._load(coordinator))
+        loading = asyncio.create_task(self._load(coordinator, open_plane))
         await asyncio.wait({loading, reading}, return_when=asyncio.FIRST_COMPLETED)
         if reading.done():
             reading.result()
             end_at_once(0)
         serve = loading.result()
+        keep_for_life()
         outbox.put_nowait(link_pb2.FollowerMessage(ready=serve.ready))
-        self.status("ready", openness(self.config, self.role))
+        self.status("ready", openness(self.config, self.role, port))
         timeout_s = self.config.worker.gang_timeout_s
         watching = asyncio.create_task(_watch(leader, begun, lambda: outbox.put_nowait(serve.beat()), timeout_s))
         running = asyncio.create_task(serve.run(told, outbox))
@@ -169,21 +181,47 @@ class Following:
         await asyncio.wait({asyncio.create_task(asyncio.to_thread(serve.close))}, timeout=CLOSE_S)
         end_at_once(0)
 
-    async def _load(self, coordinator: str) -> "Steps":
+    async def _load(self, coordinator: str, open_plane: "Callable[[LoadedModel], KvPlane]") -> "Steps":
         loop = asyncio.get_running_loop()
 
         def progress(message: str) -> None:
             loop.call_soon_threadsafe(self.status, "progress", {"message": message})
 
         def on_thread() -> "Steps":
-            with self.start.timings.phase("jax"):
+            with self.start.timings.phase("jax"), importing():
                 from moonshard.serving.gang.following import load
             worker = self.config.worker
             meet(coordinator, self.member, worker.host, timeout_s=worker.gang_join_timeout_s)
-            key = cluster_key(self.config, os.environ).proofs
-            return load(self.config, self.role, key, progress, self.start)
+            return load(self.config, self.role, open_plane, progress, self.start)
 
         return await asyncio.to_thread(on_thread)
+
+
+@contextlib.asynccontextmanager
+async def _receiving(config: Config, role: WorkerRole, transports: KvTransports) -> AsyncIterator[int]:
+    """The port at which peers write KV within the block; 0: at one of the transport's own, or never.
+
+    ConfigError, OSError where it cannot be had.
+    """
+    if role == "both" or not transports.needs_server:
+        yield 0
+        return
+    try:
+        server = build_server(
+            host=config.worker.host,
+            port=port_of(config, role),
+            add_servicers=[transports.add_to],
+            service_names=[],
+            tls=server_tls(config),
+            key=cluster_key(config, os.environ).proofs,
+        )
+    except PortInUse as error:
+        raise ConfigError([f"{port_key(role)}: {error}"]) from error
+    await server.start()
+    try:
+        yield server.port
+    finally:
+        await server.stop(0)
 
 
 async def _write_all(call: Stream, outbox: asyncio.Queue[link_pb2.FollowerMessage]) -> None:

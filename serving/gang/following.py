@@ -23,17 +23,22 @@ from moonshard.serving.gang.steps import GangDiverged, StepChain, digest_of, ste
 from moonshard.serving.gang.tickets import is_of_tiers
 from moonshard.serving.gang.tiers.part import TierPart
 from moonshard.serving.transfer.plane import KvPlane
-from moonshard.serving.transfer.transports import KvTransports
 from moonshard.serving.worker.store.opening import open_tiers
 from moonshard.serving.worker.store.places import TierBlocks
 
 
-def load(config: Config, role: WorkerRole, key: bytes, progress: Progress, start: ProcessStart) -> "Steps":
-    """Raises what `load_model` and `KvTransports.open_plane` raise, and what `progress` does. `key`: the cluster's."""
+def load(
+    config: Config,
+    role: WorkerRole,
+    open_plane: Callable[[LoadedModel], KvPlane],
+    progress: Progress,
+    start: ProcessStart,
+) -> "Steps":
+    """Raises what `load_model` and `open_plane` raise, and what `progress` does."""
     store = None if start.programs is None else ProgramStore(start.programs)
     model = load_model(config, role, progress, timings=start.timings, store=store)
     with start.timings.phase("kv plane"):
-        plane = None if role == "both" else KvTransports(config, key).open_plane(model)
+        plane = None if role == "both" else open_plane(model)
     tiers = None
     if config.kv.store.enabled:
         with start.timings.phase("kv store"):

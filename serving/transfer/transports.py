@@ -1,7 +1,7 @@
 """Which transport a worker's KV plane runs on, and how it is started: the one place that makes them.
 
 `config.keys` has their names; `config.faults`, `worker.process` and `commands.checks.ports` ask whether it is Mooncake.
-Made before the worker's server, which carries the gRPC stream where that is the transport; opened once the model is
+Made before the process's server, which carries the gRPC stream where that is the transport; opened once the model is
 loaded, since only then the size of a block is known.
 """
 
@@ -25,17 +25,17 @@ if TYPE_CHECKING:
 
 
 def openness(config: Config, role: WorkerRole, port: int = 0) -> dict[str, object]:
-    """The ports besides a worker's own that are open without the cluster's key, in words for the ready message.
+    """The ports besides a process's own that are open without the cluster's key, in words for the ready message.
 
-    `port`: the worker's own; a follower of a gang has none.
+    `port`: its own, 0 where it has none.
     """
-    if role == "both" or config.kv.transport != "mooncake":
-        return {}
-    ports = ", ".join(map(str, sorted(listening_ports() - {port})))
-    whose = (
-        "Mooncake's ports" if processes_of(config, role) == 1 else "the ports of Mooncake and the gang's collectives"
-    )
-    return {"message": f"ready; open to whoever reaches them are {whose}: {ports}"} if ports else {}
+    opened = {
+        "Mooncake": role != "both" and config.kv.transport == "mooncake",
+        "the gang's collectives": processes_of(config, role) > 1,
+    }
+    whose = " and ".join(name for name, is_open in opened.items() if is_open)
+    ports = ", ".join(map(str, sorted(listening_ports() - {port}))) if whose else ""
+    return {"message": f"ready; open to whoever reaches them are the ports of {whose}: {ports}"} if ports else {}
 
 
 class KvTransports:
@@ -46,16 +46,21 @@ class KvTransports:
         self._key = key
         self._receiver = KvStreamReceiver() if config.kv.transport == "grpc" else None
 
+    @property
+    def needs_server(self) -> bool:
+        """Whether peers write through a server of this process, see `add_to`."""
+        return self._receiver is not None
+
     def add_to(self, server: grpc.aio.Server) -> None:
-        """Adds to the worker's own server what the transport needs there."""
+        """Adds to the process's own server what the transport needs there."""
         if self._receiver is not None:
             self._receiver.add_to(server)
 
     def open_plane(self, model: "LoadedModel", port: int = 0) -> "KvPlane":
         """Allocate the slab and start the transport. This blocks, for longest where Mooncake's ports are still at rest.
 
-        Of a gang each member has a slab with its own parts of as many blocks. `port`: of the worker's server; a
-        follower has none.
+        Of a gang each member has a slab with its own parts of as many blocks. `port`: of the process's server, 0 where
+        it has none.
 
         Raises:
             ConfigError: the slab has not one cell per partition, or the machine has not that much memory left.

@@ -12,7 +12,6 @@ import contextlib
 import functools
 import logging
 import os
-import sys
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -23,7 +22,8 @@ from moonshard.rpc.server.server import BoundServer, build_server
 from moonshard.serving.config.cluster_key import cluster_key
 from moonshard.serving.config.keys import Config, ConfigError, WorkerRole, announced_host_of, port_of, processes_of
 from moonshard.serving.config.tls import link_credentials, server_tls
-from moonshard.serving.deploy.heap import importing, keep_for_life, share_one_arena
+from moonshard.serving.deploy.device_process import begin_device_process
+from moonshard.serving.deploy.heap import importing, keep_for_life
 from moonshard.serving.deploy.life import FAILED_EXIT_CODE, Life, stop_signals
 from moonshard.serving.deploy.startup import STARTUP_EXIT_CODE, ProcessStart
 from moonshard.serving.deploy.status_pipe import Status
@@ -47,9 +47,6 @@ if TYPE_CHECKING:  # what needs jax is imported once the port is open
 
 STOP_GRACE_S = 1.0
 MAX_LINK_MESSAGE_BYTES = 16 << 20  # a million tokens of prompt and as many answered, block names; KV writes have 1 MiB
-# The device threads hold Python's lock for microseconds, the event loop for milliseconds: at the default of 5 ms a step
-# that is done waits for the loop. Side by side on two cores, 8 streams gave 1.4 to 1.6 times the tokens per second.
-SWITCH_INTERVAL_S = 0.0002
 
 logger = logging.getLogger(__name__)
 
@@ -67,8 +64,7 @@ async def run_worker(config: Config, role: WorkerRole, *, status: Status, start:
     Raises:
         PortInUse, CheckpointError, ModelError, MeshError, TransportUnavailable, ConfigError: before it serves.
     """
-    sys.setswitchinterval(SWITCH_INTERVAL_S)
-    share_one_arena()
+    begin_device_process()
     with stop_signals() as stop:
         drain_timeout_s = config.gateway.drain_timeout_s
         life = Life(role=role, status=status, start=start, stop=stop, drain_timeout_s=drain_timeout_s)

@@ -68,6 +68,17 @@ def assert_handed_over(cluster: Cluster) -> None:
                     "prefill.rules.kv_tokens": '["tensor"]',
                     "decode.mesh.tensor": 2,
                 },
+                "tensor 2 to data 2 by grpc": {**TENSOR_TO_DATA, "kv.transport": "grpc"},
+                "tensor 2 to one process by grpc": {
+                    **PREFILL_GANG,
+                    "prefill.mesh.tensor": 2,
+                    "kv.transport": "grpc",
+                },
+                "one process to tensor 2 by grpc": {
+                    **DECODE_GANG,
+                    "decode.mesh.tensor": 2,
+                    "kv.transport": "grpc",
+                },
                 "tensor 2 to one process": {**PREFILL_GANG, "prefill.mesh.tensor": 2},
                 "pipe 2 to data 2": {**BOTH_GANGS, "prefill.mesh.pipe": 2, "decode.mesh.data": 2},
                 "tensor 2 to pipe 2 tensor 2": {
@@ -120,12 +131,15 @@ def assert_noticed(cluster: Cluster, how: int, lost_s: float, num_left: int) -> 
     assert time.monotonic() - lost_s < (1.0 if how == signal.SIGKILL else TIMEOUT_S + 1.0)
 
 
-@pytest.mark.slow
+@pytest.mark.alone
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
-def test_a_follower_that_is_lost_during_handoffs_comes_back_and_costs_nobody_a_token(role: str, how: int):
+@pytest.mark.parametrize("transport", ["mooncake", "grpc"])
+def test_a_follower_that_is_lost_during_handoffs_comes_back_and_costs_nobody_a_token(
+    role: str, how: int, transport: str
+):
     rng = random.Random(7)
-    with running(**TENSOR_TO_DATA) as cluster:
+    with running(**TENSOR_TO_DATA, **{"kv.transport": transport}) as cluster:
         answers(cluster)
         for _ in range(3):
             asked, listeners = asked_under_load(cluster, rng)
@@ -139,7 +153,7 @@ def test_a_follower_that_is_lost_during_handoffs_comes_back_and_costs_nobody_a_t
             assert not psutil.pid_exists(pid)
 
 
-@pytest.mark.slow
+@pytest.mark.alone
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_where_there_is_another_worker_streams_go_on_there(role: str):
     rng = random.Random(8)

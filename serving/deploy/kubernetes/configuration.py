@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+from moonshard.serving.config.faults import has_kv_stream
 from moonshard.serving.config.keys import (
     EMBEDDED_MODEL_NAME,
     Config,
@@ -63,7 +64,6 @@ def worker_config(deployment: Deployment, role: WorkerRole) -> Config:
     """What a worker has of it all, with its pod's address and name as `POD_IP` and `POD_NAME`."""
     config = pods_config(deployment)
     name = f"{POD_NAME}.{deployment.domain(role)}"
-    has_stream = config.mode == "disaggregated" and config.kv.transport == "grpc"
     is_certified = deployment.has_registry and config.tls.is_complete
     worker = replace(
         config.worker,
@@ -71,7 +71,7 @@ def worker_config(deployment: Deployment, role: WorkerRole) -> Config:
         gateways=deployment.registries,
         announced_host=name if is_certified else None,
     )
-    return replace(config, worker=worker, kv=replace(config.kv, host=name if has_stream else None))
+    return replace(config, worker=worker, kv=replace(config.kv, host=name if has_kv_stream(config) else None))
 
 
 def worker_overrides(deployment: Deployment, role: WorkerRole) -> list[str]:

@@ -16,6 +16,7 @@ silent or stuck, sooner than a kubelet would ask again.
 from dataclasses import replace
 
 from moonshard.rpc.addresses import host_port
+from moonshard.serving.config.faults import has_kv_stream
 from moonshard.serving.config.keys import WorkerRole, command_of, mesh_of, port_of, processes_of
 from moonshard.serving.deploy.children.limits import limits_of
 from moonshard.serving.deploy.kubernetes.configuration import worker_overrides
@@ -98,10 +99,11 @@ def _program(deployment: Deployment, role: WorkerRole) -> Program:
 
 
 def _follower(deployment: Deployment, role: WorkerRole) -> Program:
-    """It ends with its leader, which may drain for as long as if it were alone."""
+    """It ends with its leader, which may drain for as long as if it were alone. It listens where KV comes by gRPC."""
     leads = _program(deployment, role)
     leader = host_port(LEADER, port_of(deployment.config, role))
-    return replace(leads, command=[*leads.command, "--member", MEMBER, "--leader", leader], ports={}, probes={})
+    ports = leads.ports if has_kv_stream(deployment.config) else {}
+    return replace(leads, command=[*leads.command, "--member", MEMBER, "--leader", leader], ports=ports, probes={})
 
 
 def _devices(deployment: Deployment, role: WorkerRole) -> dict[str, int]:

@@ -16,7 +16,7 @@ from tests.cluster.matrix.faults import FAULTS
 from tests.cluster.matrix.table import by_place, faults_of
 from tests.cluster.pods.sandbox import why_not
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("cluster"), pytest.mark.timeout(3600)]
+pytestmark = [pytest.mark.alone, pytest.mark.xdist_group("cluster"), pytest.mark.timeout(3600)]
 
 
 @pytest.fixture(scope="module", params=list(ARRANGEMENTS))

@@ -114,9 +114,11 @@ def test_a_request_is_answered_by_pods_that_know_each_other_by_name(tmp_path: Pa
         assert_ends_in_order(cluster)
 
 
-def test_gangs_of_pods_that_register_answer_and_come_back_as_one(tmp_path: Path, pods: Path):
+@pytest.mark.parametrize("transport", ["mooncake", "grpc"])
+def test_gangs_of_pods_that_register_answer_and_come_back_as_one(tmp_path: Path, pods: Path, transport: str):
     """Of unlike meshes, before two gateways. A follower that is killed costs its gang, and nobody else."""
-    objects = manifests(tmp_path, "--gateways", "2", names=(f"moonshard-registry.{NAMESPACE}.svc",), changed=GANGS)
+    changed = {**GANGS, "kv.transport": transport}
+    objects = manifests(tmp_path, "--gateways", "2", names=(f"moonshard-registry.{NAMESPACE}.svc",), changed=changed)
     with running(pods, objects, {"models": FIXTURE.parent}) as cluster:
         gateways = [pod for name, pod in cluster.pods.items() if name.startswith("moonshard-gateway-")]
         prefill, decode = ([f"moonshard-{role}-0", f"moonshard-{role}-0-1"] for role in ("prefill", "decode"))

@@ -442,7 +442,6 @@ def test_configurations_are_immutable():
             ["decode.mesh.tensor=2", "decode.processes=3"],
             "decode.processes: 3 do not divide the 2 devices of decode.mesh",
         ),
-        (["mode=disaggregated", "decode.mesh.tensor=2", "kv.transport=grpc"], "decode.processes: a gang hands KV over"),
         (
             ["mode=disaggregated", "decode.mesh.tensor=2", "prefill.processes=2", "prefill.mesh.pipe=3"],
             "prefill.processes: 2 do not divide the 3 devices of prefill.mesh",

@@ -45,6 +45,7 @@ VARIANTS = {
     "aggregated": described("mode=aggregated", "cluster.key_file=/secrets/cluster.key", num_gateways=3),
     "stream": described(*SECURE, "kv.transport=grpc"),
     "gangs": described(*PLAIN, *GANGS, "decode.replicas=2", device="nvidia.com/gpu"),
+    "streaming gangs": described(*SECURE, *GANGS, "kv.transport=grpc"),
     "registered": described(*SECURE, *GANGS[2:], "gateway.registry=grpc", "decode.replicas=2", num_gateways=3),
 }
 

@@ -83,6 +83,17 @@ def test_a_follower_is_asked_for_no_health_and_listens_at_no_port_that_others_kn
 
 
 @each_gang
+def test_where_kv_comes_by_grpc_a_follower_listens_as_its_leader_does_under_its_own_name(role: WorkerRole):
+    deployment = VARIANTS["streaming gangs"]
+    leads, follows = (
+        container_in(group_of(deployment, role)[template]) for template in ("leaderTemplate", "workerTemplate")
+    )
+    assert follows["ports"] == leads["ports"]
+    assert f'kv.host="$(POD_NAME).{deployment.domain(role)}"' in follows["command"]
+    assert f"*.{deployment.domain(role)}" in deployment.certificate_names
+
+
+@each_gang
 def test_but_for_that_its_pod_is_the_leaders(role: str):
     leads, follows = template_of(GANGS, role), group_of(GANGS, role)["workerTemplate"]
     assert follows["metadata"] == leads["metadata"]  # so the same Service and policies are for it

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from moonshard.serving.config.faults import has_mooncake
+from moonshard.serving.config.faults import has_kv_stream
 from moonshard.serving.config.keys import command_of, roles_of
 from moonshard.serving.config.reading import load_config_for_others
 from moonshard.serving.deploy.children.limits import limits_of
@@ -83,7 +84,7 @@ def test_a_worker_is_told_its_pods_address_and_has_it_from_kubernetes(deployment
         }
         assert fields == {"POD_IP": "status.podIP", "POD_NAME": "metadata.name"}
         by_name = f'kv.host="$(POD_NAME).{deployment.domain(role)}"'
-        assert (by_name in told) == (deployment is VARIANTS["stream"])
+        assert (by_name in told) == has_kv_stream(deployment.config)
 
 
 @each_variant

@@ -47,7 +47,6 @@ GANG = ["mode=aggregated", "decode.mesh.data=2", "decode.processes=2"]
         ("decode.processes", [*GANG, "decode.processes=3"]),
         ("decode.processes", [*GANG, "decode.mesh.data=1", "decode.mesh.tensor=2", "kv.store.enabled=true"]),
         ("decode.processes", [*GANG, "decode.mesh.data=1", "decode.mesh.tensor=2", "decode.mesh.pipe=3"]),
-        ("prefill.processes", ["prefill.mesh.tensor=2", "prefill.processes=2", "kv.transport=grpc"]),
     ],
 )
 def test_what_no_pod_could_do_is_named_by_its_key(key: str, overrides: list[str]):
