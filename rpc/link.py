@@ -1,6 +1,6 @@
 """What both ends of a `Link` must agree on beyond the messages themselves, and how they are connected."""
 
-PROTOCOL_VERSION = 9  # raised whenever an old peer would misunderstand a new one
+PROTOCOL_VERSION = 10  # raised whenever an old peer would misunderstand a new one
 REQUEST_ID_BYTES = 16  # random, made by the gateway
 EPOCH_BYTES = 16  # random, drawn at process start
 # Of gRPC, for streams between a gateway and a worker, whoever calls:

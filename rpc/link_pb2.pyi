@@ -743,7 +743,7 @@ class Inspection(_message.Message):
     def __init__(self, epoch: _Optional[bytes] = ..., partitions: _Optional[_Iterable[_Union[PartitionState, _Mapping]]] = ..., load: _Optional[_Union[WorkerLoad, _Mapping]] = ...) -> None: ...
 
 class FollowerMessage(_message.Message):
-    __slots__ = ("hello", "ready", "done", "beat", "fault", "answer", "tier_answer")
+    __slots__ = ("hello", "ready", "done", "beat", "fault", "answer", "tier_answer", "leaving")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     READY_FIELD_NUMBER: _ClassVar[int]
     DONE_FIELD_NUMBER: _ClassVar[int]
@@ -751,6 +751,7 @@ class FollowerMessage(_message.Message):
     FAULT_FIELD_NUMBER: _ClassVar[int]
     ANSWER_FIELD_NUMBER: _ClassVar[int]
     TIER_ANSWER_FIELD_NUMBER: _ClassVar[int]
+    LEAVING_FIELD_NUMBER: _ClassVar[int]
     hello: FollowerHello
     ready: FollowerReady
     done: FollowerDone
@@ -758,7 +759,8 @@ class FollowerMessage(_message.Message):
     fault: FollowerFault
     answer: FollowerAnswer
     tier_answer: TierAnswer
-    def __init__(self, hello: _Optional[_Union[FollowerHello, _Mapping]] = ..., ready: _Optional[_Union[FollowerReady, _Mapping]] = ..., done: _Optional[_Union[FollowerDone, _Mapping]] = ..., beat: _Optional[_Union[FollowerBeat, _Mapping]] = ..., fault: _Optional[_Union[FollowerFault, _Mapping]] = ..., answer: _Optional[_Union[FollowerAnswer, _Mapping]] = ..., tier_answer: _Optional[_Union[TierAnswer, _Mapping]] = ...) -> None: ...
+    leaving: FollowerLeaving
+    def __init__(self, hello: _Optional[_Union[FollowerHello, _Mapping]] = ..., ready: _Optional[_Union[FollowerReady, _Mapping]] = ..., done: _Optional[_Union[FollowerDone, _Mapping]] = ..., beat: _Optional[_Union[FollowerBeat, _Mapping]] = ..., fault: _Optional[_Union[FollowerFault, _Mapping]] = ..., answer: _Optional[_Union[FollowerAnswer, _Mapping]] = ..., tier_answer: _Optional[_Union[TierAnswer, _Mapping]] = ..., leaving: _Optional[_Union[FollowerLeaving, _Mapping]] = ...) -> None: ...
 
 class FollowerHello(_message.Message):
     __slots__ = ("protocol_version", "member", "made_of")
@@ -778,14 +780,23 @@ class FollowerHello(_message.Message):
     def __init__(self, protocol_version: _Optional[int] = ..., member: _Optional[int] = ..., made_of: _Optional[_Mapping[str, str]] = ...) -> None: ...
 
 class FollowerReady(_message.Message):
-    __slots__ = ("session", "regions", "tiers")
+    __slots__ = ("session", "regions", "tiers", "loaded_as")
+    class LoadedAsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
     SESSION_FIELD_NUMBER: _ClassVar[int]
     REGIONS_FIELD_NUMBER: _ClassVar[int]
     TIERS_FIELD_NUMBER: _ClassVar[int]
+    LOADED_AS_FIELD_NUMBER: _ClassVar[int]
     session: str
     regions: _containers.RepeatedCompositeFieldContainer[KvRegion]
     tiers: _containers.RepeatedCompositeFieldContainer[TierKind]
-    def __init__(self, session: _Optional[str] = ..., regions: _Optional[_Iterable[_Union[KvRegion, _Mapping]]] = ..., tiers: _Optional[_Iterable[_Union[TierKind, _Mapping]]] = ...) -> None: ...
+    loaded_as: _containers.ScalarMap[str, str]
+    def __init__(self, session: _Optional[str] = ..., regions: _Optional[_Iterable[_Union[KvRegion, _Mapping]]] = ..., tiers: _Optional[_Iterable[_Union[TierKind, _Mapping]]] = ..., loaded_as: _Optional[_Mapping[str, str]] = ...) -> None: ...
 
 class TierKind(_message.Message):
     __slots__ = ("name", "is_shared")
@@ -808,6 +819,10 @@ class FollowerBeat(_message.Message):
     TIERS_FIELD_NUMBER: _ClassVar[int]
     tiers: _containers.RepeatedCompositeFieldContainer[KvTier]
     def __init__(self, tiers: _Optional[_Iterable[_Union[KvTier, _Mapping]]] = ...) -> None: ...
+
+class FollowerLeaving(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class FollowerFault(_message.Message):
     __slots__ = ("message", "is_startup")
@@ -870,20 +885,22 @@ class KvMismatch(_message.Message):
     def __init__(self, detail: _Optional[str] = ...) -> None: ...
 
 class LeaderMessage(_message.Message):
-    __slots__ = ("welcome", "step", "beat", "end", "order", "tier_order")
+    __slots__ = ("welcome", "step", "beat", "end", "order", "tier_order", "masks")
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     BEAT_FIELD_NUMBER: _ClassVar[int]
     END_FIELD_NUMBER: _ClassVar[int]
     ORDER_FIELD_NUMBER: _ClassVar[int]
     TIER_ORDER_FIELD_NUMBER: _ClassVar[int]
+    MASKS_FIELD_NUMBER: _ClassVar[int]
     welcome: GangWelcome
     step: GangStep
     beat: GangBeat
     end: GangEnd
     order: GangOrder
     tier_order: TierOrder
-    def __init__(self, welcome: _Optional[_Union[GangWelcome, _Mapping]] = ..., step: _Optional[_Union[GangStep, _Mapping]] = ..., beat: _Optional[_Union[GangBeat, _Mapping]] = ..., end: _Optional[_Union[GangEnd, _Mapping]] = ..., order: _Optional[_Union[GangOrder, _Mapping]] = ..., tier_order: _Optional[_Union[TierOrder, _Mapping]] = ...) -> None: ...
+    masks: GangMasks
+    def __init__(self, welcome: _Optional[_Union[GangWelcome, _Mapping]] = ..., step: _Optional[_Union[GangStep, _Mapping]] = ..., beat: _Optional[_Union[GangBeat, _Mapping]] = ..., end: _Optional[_Union[GangEnd, _Mapping]] = ..., order: _Optional[_Union[GangOrder, _Mapping]] = ..., tier_order: _Optional[_Union[TierOrder, _Mapping]] = ..., masks: _Optional[_Union[GangMasks, _Mapping]] = ...) -> None: ...
 
 class GangWelcome(_message.Message):
     __slots__ = ("coordinator",)
@@ -900,7 +917,7 @@ class GangEnd(_message.Message):
     def __init__(self) -> None: ...
 
 class GangStep(_message.Message):
-    __slots__ = ("sequence", "digest", "number", "kind", "bucket", "metadata", "sampling", "scoring", "guessing", "allowed", "num_ahead", "partition", "num_blocks", "ticket")
+    __slots__ = ("sequence", "digest", "number", "kind", "bucket", "metadata", "sampling", "scoring", "guessing", "is_masked", "num_ahead", "partition", "num_blocks", "ticket")
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     DIGEST_FIELD_NUMBER: _ClassVar[int]
     NUMBER_FIELD_NUMBER: _ClassVar[int]
@@ -910,7 +927,7 @@ class GangStep(_message.Message):
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     SCORING_FIELD_NUMBER: _ClassVar[int]
     GUESSING_FIELD_NUMBER: _ClassVar[int]
-    ALLOWED_FIELD_NUMBER: _ClassVar[int]
+    IS_MASKED_FIELD_NUMBER: _ClassVar[int]
     NUM_AHEAD_FIELD_NUMBER: _ClassVar[int]
     PARTITION_FIELD_NUMBER: _ClassVar[int]
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
@@ -924,12 +941,22 @@ class GangStep(_message.Message):
     sampling: bytes
     scoring: bytes
     guessing: bytes
-    allowed: bytes
+    is_masked: bool
     num_ahead: int
     partition: int
     num_blocks: int
     ticket: int
-    def __init__(self, sequence: _Optional[int] = ..., digest: _Optional[bytes] = ..., number: _Optional[int] = ..., kind: _Optional[str] = ..., bucket: _Optional[int] = ..., metadata: _Optional[bytes] = ..., sampling: _Optional[bytes] = ..., scoring: _Optional[bytes] = ..., guessing: _Optional[bytes] = ..., allowed: _Optional[bytes] = ..., num_ahead: _Optional[int] = ..., partition: _Optional[int] = ..., num_blocks: _Optional[int] = ..., ticket: _Optional[int] = ...) -> None: ...
+    def __init__(self, sequence: _Optional[int] = ..., digest: _Optional[bytes] = ..., number: _Optional[int] = ..., kind: _Optional[str] = ..., bucket: _Optional[int] = ..., metadata: _Optional[bytes] = ..., sampling: _Optional[bytes] = ..., scoring: _Optional[bytes] = ..., guessing: _Optional[bytes] = ..., is_masked: _Optional[bool] = ..., num_ahead: _Optional[int] = ..., partition: _Optional[int] = ..., num_blocks: _Optional[int] = ..., ticket: _Optional[int] = ...) -> None: ...
+
+class GangMasks(_message.Message):
+    __slots__ = ("sequence", "digest", "allowed")
+    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    ALLOWED_FIELD_NUMBER: _ClassVar[int]
+    sequence: int
+    digest: bytes
+    allowed: bytes
+    def __init__(self, sequence: _Optional[int] = ..., digest: _Optional[bytes] = ..., allowed: _Optional[bytes] = ...) -> None: ...
 
 class GangOrder(_message.Message):
     __slots__ = ("number", "stage", "publish", "copy_out", "clear", "drop")

@@ -18,7 +18,7 @@ def build_mesh(shape: MeshShape, stage: int = 0) -> Mesh:
     Raises:
         MeshError: all stages together ask for more devices than there are.
     """
-    devices = _devices(shape.num_devices)
+    devices = mesh_devices(shape.num_devices)
     if shape.num_devices > len(devices):
         raise MeshError(f"mesh ({shape}) needs {shape.num_devices} devices, {devices[0].platform} has {len(devices)}")
     per_stage = shape.num_devices // shape.pipe
@@ -27,13 +27,20 @@ def build_mesh(shape: MeshShape, stage: int = 0) -> Mesh:
     return jax.make_mesh((shape.data, shape.expert, shape.tensor), MESH_AXES, devices=own, axis_types=_AUTO)
 
 
-def _devices(num_devices: int) -> list[Any]:
-    """All there are; of several processes each gives as many of its own."""
+def mesh_devices(num_devices: int) -> list[Any]:
+    """Those of a mesh of so many are the first: of several processes each gives as many of its own.
+
+    MeshError where one of several has too few.
+    """
     num_processes = jax.process_count()
     if num_processes == 1:
-        return jax.devices()
+        return jax.devices()[:num_devices]
     of_each = -(-num_devices // num_processes)
-    return [device for index in range(num_processes) for device in _of_process(index)[:of_each]]
+    found = [_of_process(index) for index in range(num_processes)]
+    for index, own in enumerate(found):
+        if len(own) < of_each:
+            raise MeshError(f"mesh needs {of_each} devices of each process, member {index} has {len(own)}")
+    return [device for own in found for device in own[:of_each]]
 
 
 def _of_process(index: int) -> list[Any]:

@@ -24,6 +24,7 @@ from moonshard.serving.config.keys import (
     ConfigError,
     WorkerRole,
     command_of,
+    mesh_of,
     processes_of,
     with_worker_at,
     workers_of,
@@ -32,8 +33,9 @@ from moonshard.serving.config.kv_ports import store_ports
 from moonshard.serving.config.loopback import EVERYWHERE, LOOPBACK, is_loopback
 from moonshard.serving.config.reading import as_overrides, toml_value
 from moonshard.serving.config.tenants import load_tenants
+from moonshard.serving.deploy.children.gpus import gpus_here, shared_out
 from moonshard.serving.deploy.children.limits import limits_of
-from moonshard.serving.deploy.children.supervisor import Command, supervise
+from moonshard.serving.deploy.children.supervisor import Command, launch_here, supervise
 from moonshard.serving.deploy.on_ray.orders import KEY_FILE, NODE
 from moonshard.serving.deploy.timings import Timings
 from moonshard.serving.deploy.unblocked_output import unblocked_output
@@ -85,8 +87,9 @@ def serve(
         if faults:
             raise ConfigError(faults)
         commands = ChildCommands(config, on_nodes=on_nodes)
-        num_here = 1 if on_nodes else len(commands.workers)  # at least: how many share a node is not known yet
-        check_kv_ports_suffice(config, num_workers=num_here)
+        roles = workers_of(config).values()
+        num_here = 1 if on_nodes else sum(processes_of(config, role) for role in roles)  # on a node at least one
+        check_kv_ports_suffice(config, num_processes=num_here)
         check_ports_are_free(config)
         if not on_nodes:  # whose memory and disks are others
             check_tiers_fit(config, tuple(workers_of(config).values()))
@@ -109,7 +112,7 @@ def serve(
             begin = partial(supervise, commands, reporter, limits_of(config), on_ready=on_ready, check=check)
             if on_nodes:
                 return asyncio.run(_on_nodes(plan_of(config, ray_address, ray_device), reporter, begin))
-            return asyncio.run(begin())
+            return asyncio.run(begin(launch=partial(launch_here, environments=shared_out(commands.needs, gpus_here()))))
         finally:
             reporter.finish()
 
@@ -156,6 +159,15 @@ class ChildCommands:
     def workers(self) -> dict[str, Command]:
         return {name: partial(self.worker, role) for name, role in workers_of(self.config).items()}
 
+    @property
+    def needs(self) -> dict[str, int]:
+        """How many devices each process of a worker has, by its name."""
+        found = dict[str, int]()
+        for name, role in workers_of(self.config).items():
+            own = mesh_of(self.config, role).num_devices // processes_of(self.config, role)
+            found |= dict.fromkeys((name, *self.followers(name, "")), own)
+        return found
+
     def worker(self, role: WorkerRole, previous: Mapping[str, object] | None) -> list[str]:
         """A worker on a free port of its node; or here, on one of loopback, or on that of the process it replaces."""
         port = _port(previous["address"]) if previous and self._keeps_port else 0
@@ -169,7 +181,7 @@ class ChildCommands:
         }
 
     def _follower(self, role: WorkerRole, index: int, leader: str, previous: Mapping[str, object] | None) -> list[str]:
-        del previous  # it listens nowhere
+        del previous  # nobody knows where it listens but by its leader
         there = with_worker_at(self._worker_config, role, self._worker_host, 0)
         return [*_argv(command_of(role), there), "--member", str(index), "--leader", leader]
 

@@ -167,15 +167,17 @@ def _registry_faults(config: Config) -> list[str]:
             faults.append('gateway.workers: with gateway.registry = "grpc" workers name themselves; leave it empty')
         if gateway.registry_port in (gateway.port, gateway.grpc_port) and gateway.registry_port:
             faults.append(f"gateway.registry_port: {gateway.registry_port} is the port of a front too; take another")
-    return faults + _announced_faults(worker)
+    if worker.announced_host and not is_address(host_port(worker.announced_host, 1)):
+        faults.append(f"worker.announced_host: expected a host, got {worker.announced_host!r}")
+    return faults
 
 
-def _announced_faults(worker: WorkerConfig) -> list[str]:
-    """Whether gateways with which a worker registers reach it where it says that it is."""
+def announced_faults(worker: WorkerConfig) -> list[str]:
+    """Whether gateways with which a worker registers reach it where it says that it is. Of a worker that starts:
+    whoever else reads the same configuration may be elsewhere.
+    """
     hosts = {"worker.host": worker.host, "worker.announced_host": worker.announced_host or worker.host}
     announced = hosts["worker.announced_host"]
-    if not is_address(host_port(announced, 1)):
-        return [f"worker.announced_host: expected a host, got {announced!r}"] if worker.announced_host else []
     if worker.gateways and announced in EVERYWHERE:
         key = next(key for key, host in hosts.items() if host == announced)
         return [f"{key}: gateways reach no worker at {announced}; name the address of this machine"]

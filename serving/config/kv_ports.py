@@ -41,15 +41,16 @@ def is_client_elsewhere(config: Config) -> bool:
     return not ports[0] <= _port_of(store.client) <= ports[1]
 
 
-def too_few_ports(config: Config, num_workers: int = 1) -> str | None:
-    """What is wrong with `kv.ports`, for so many workers on this machine, and the store, if it has one."""
+def too_few_ports(config: Config, num_processes: int = 1) -> str | None:
+    """What is wrong with `kv.ports`, for so many workers' processes on this machine, and the store, if it has one."""
     if config.kv.ports is None:
         return None
     first, last = config.kv.ports
     num_named = len(store_ports(config))
     num_ports = {"the store": num_named + PORTS_OF_LIBRARY if num_named else 0}
     if workers_have_mooncake(config):
-        num_ports["a worker" if num_workers == 1 else f"{num_workers} workers"] = num_workers * PORTS_OF_LIBRARY
+        who = "a worker" if num_processes == 1 else f"{num_processes} processes of workers"
+        num_ports[who] = num_processes * PORTS_OF_LIBRARY
     needed, given = sum(num_ports.values()), last - first + 1
     if given >= needed:
         return None

@@ -8,7 +8,7 @@ from moonshard.rpc import link_pb2
 from moonshard.serving.engine.programs import Drawn, Launched, Programs
 from moonshard.serving.engine.steps import Step
 from moonshard.serving.gang.leader import Gang
-from moonshard.serving.gang.steps import KnownMasks, StepChain, digest_of, step_message
+from moonshard.serving.gang.steps import StepChain, ToldMasks, digest_of, step_message
 
 
 class GangExecutor:
@@ -20,16 +20,22 @@ class GangExecutor:
         self._chain = StepChain()
 
     def launch(self, step: Step) -> Launched:
-        """As `Programs.launch`, but what masks wait for is waited for before the forward pass: they are told, too."""
-        if step.allowed is not None:
-            step = replace(step, allowed=KnownMasks(step.allowed()))
+        """As `Programs.launch`."""
         message = step_message(step)
         self._chain.seal(message)
         self._gang.tell(link_pb2.LeaderMessage(step=message))
+        if step.allowed is not None:
+            step = replace(step, allowed=ToldMasks(step.allowed, self._tell_masks))
         return self._programs.launch(step)
+
+    def _tell_masks(self, words: np.ndarray) -> None:
+        message = link_pb2.GangMasks(allowed=words.tobytes())
+        self._chain.seal(message)
+        self._gang.tell(link_pb2.LeaderMessage(masks=message))
 
     def fetch(self, launched: Launched) -> Drawn | np.ndarray | None:
         """As `Programs.fetch`."""
-        if launched.step.sampling is not None:
-            self._gang.drew(launched.step.number, digest_of(np.asarray(launched.results[0])))
-        return self._programs.fetch(launched)
+        step = launched.step
+        fetched = self._programs.fetch(launched)
+        self._gang.done(step.number, b"" if step.sampling is None else digest_of(np.asarray(launched.results[0])))
+        return fetched

@@ -1,22 +1,22 @@
 """A follower of a gang as a process: it calls its leader, loads its part of the model, and runs the steps it is told.
 
 It has no port but for its part of the KV, no scheduler and no request. It ends with its leader's stream, in whatever
-way that ends; a signal does not end it, since the leader may still drain.
+way that ends; a signal does not end it but the whole gang, which drains first.
 """
 
 import asyncio
 import contextlib
+import functools
 import logging
 import os
-import signal
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NoReturn
 
 import grpc
 
 from moonshard.rpc import link_pb2
-from moonshard.rpc.link import PROTOCOL_VERSION
+from moonshard.rpc.link import CHANNEL_OPTIONS, PROTOCOL_VERSION
 from moonshard.rpc.server.door import ServerUnproved, open_stream
 from moonshard.rpc.server.server import PortInUse, build_server
 from moonshard.serving.config.cluster_key import cluster_key
@@ -24,11 +24,13 @@ from moonshard.serving.config.keys import Config, ConfigError, WorkerRole, port_
 from moonshard.serving.config.tls import link_credentials, server_tls
 from moonshard.serving.deploy.device_process import begin_device_process
 from moonshard.serving.deploy.heap import importing, keep_for_life
-from moonshard.serving.deploy.life import FAILED_EXIT_CODE
-from moonshard.serving.deploy.startup import ProcessStart, startup_message
+from moonshard.serving.deploy.life import FAILED_EXIT_CODE, SIGNALS
+from moonshard.serving.deploy.startup import ProcessStart, startup_message, tell_start
 from moonshard.serving.deploy.status_pipe import Status
 from moonshard.serving.gang.members import GangFault, Member, end_at_once, made_of, meet
 from moonshard.serving.gang.watch import LOOKS_PER_TIMEOUT, Watched
+from moonshard.serving.observe.rows.recorder import recording
+from moonshard.serving.observe.rows.schema import STARTS
 from moonshard.serving.transfer.transports import KvTransports, openness
 
 if TYPE_CHECKING:  # what needs jax is imported once all members are there
@@ -38,37 +40,37 @@ if TYPE_CHECKING:  # what needs jax is imported once all members are there
 
 METHOD = f"/{link_pb2.DESCRIPTOR.services_by_name['Gang'].full_name}/Follow"
 RETRY_S = 0.1  # while the leader is not there
+OTHERS_MISSING = "others than this member were missing"
 CLOSE_S = 4.0  # for tiers, at the end: less than the leader waits for this process
-CHANNEL_OPTIONS = (
-    ("grpc.use_local_subchannel_pool", 1),  # a fresh attempt must not inherit the last one's back-off
-    ("grpc.max_receive_message_length", -1),
-    ("grpc.enable_http_proxy", 0),
-)
-
 logger = logging.getLogger(__name__)
 
 Stream = grpc.aio.StreamStreamCall
 
 
-async def run_follower(config: Config, role: WorkerRole, member: Member, *, status: Status, start: ProcessStart) -> int:
-    """Never returns: the process ends with the gang. A start-up error is told to the leader, and raised."""
+async def run_follower(
+    config: Config, role: WorkerRole, member: Member, *, status: Status, start: ProcessStart
+) -> NoReturn:
+    """The process ends with the gang. A start-up error is told to the leader, and raised."""
     begin_device_process()
-    loop, is_in = asyncio.get_running_loop(), False
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, lambda: None if is_in else end_at_once(0))
+    _on_signals(functools.partial(end_at_once, 0))
     own = await asyncio.to_thread(made_of, config, role)
-    status("progress", {"message": "waiting for the other members of the gang"})
+    status("progress", {"message": f"joining the gang of {member.leader}"})
     call, coordinator = await _meet_leader(config, member, own)
-    is_in = True
+    following = Following(config, role, member, call, status, start)
+    _on_signals(following.leave)
     try:
-        await Following(config, role, member, call, status, start).run(coordinator)
+        await following.run(coordinator)
     except Exception as error:
         await _tell_fault(call, error)
         if startup_message(error) is None:
             logger.error("this member of the gang ends", exc_info=None if isinstance(error, GangFault) else error)
             end_at_once(FAILED_EXIT_CODE, str(error))
         raise
-    raise AssertionError("a gang that ended without a word")
+
+
+def _on_signals(act: Callable[[], object]) -> None:
+    for number in SIGNALS:
+        asyncio.get_running_loop().add_signal_handler(number, act)
 
 
 async def _meet_leader(config: Config, member: Member, own: dict[str, str]) -> tuple[Stream, str]:
@@ -76,22 +78,40 @@ async def _meet_leader(config: Config, member: Member, own: dict[str, str]) -> t
 
     ConfigError where that takes too long, or the leader refuses this one.
     """
-    timeout_s = config.worker.gang_join_timeout_s
+    timeout_s, trouble = config.worker.gang_join_timeout_s, Trouble(member)
     try:
         async with asyncio.timeout(timeout_s):
             while True:
-                call = await _join(config, member, own)
+                channel, call = await _join(config, member, own, trouble)
+                trouble.last = OTHERS_MISSING
                 try:
                     return call, (await _read(call)).welcome.coordinator
-                except GangFault:  # one of the last gang, which ends
+                except GangFault as fault:  # one of the last gang, which ends
+                    trouble.note(str(fault))
+                    await channel.close()
                     await asyncio.sleep(RETRY_S)
     except TimeoutError:
-        raise ConfigError(
-            [f"worker.gang_join_timeout_s: the gang of {member.leader} was not complete in {timeout_s:g} s"]
-        ) from None
+        told = f"the gang of {member.leader} was not complete in {timeout_s:g} s; {trouble.last}"
+        raise ConfigError([f"worker.gang_join_timeout_s: {told}"]) from None
 
 
-async def _join(config: Config, member: Member, own: dict[str, str]) -> Stream:
+@dataclass(slots=True)
+class Trouble:
+    """What keeps a member from joining, logged as often as it becomes another."""
+
+    member: Member
+    last: str = OTHERS_MISSING
+
+    def note(self, what: str) -> None:
+        told = f"{self.member.leader} was not joined: {what}"
+        if told != self.last:
+            logger.warning("%s; it is asked again", told)
+        self.last = told
+
+
+async def _join(
+    config: Config, member: Member, own: dict[str, str], trouble: Trouble
+) -> tuple[grpc.aio.Channel, Stream]:
     """The stream to the leader, once that is there."""
     assert member.leader is not None  # of whoever follows
     key, credentials = cluster_key(config, os.environ).proofs, link_credentials(config)
@@ -102,12 +122,19 @@ async def _join(config: Config, member: Member, own: dict[str, str]) -> Stream:
         try:
             call = await open_stream(channel, METHOD, key, port, link_pb2.LeaderMessage.FromString)
             await call.write(link_pb2.FollowerMessage(hello=hello))
-            return call
+            return channel, call
         except ServerUnproved as error:
             raise ConfigError([f"cluster.key_file: whoever answers at {member.leader} has another key"]) from error
-        except (grpc.aio.AioRpcError, TimeoutError, asyncio.InvalidStateError):
+        except (grpc.aio.AioRpcError, TimeoutError, asyncio.InvalidStateError) as error:
+            trouble.note(_reason(error))
             await channel.close()
             await asyncio.sleep(RETRY_S)
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, grpc.aio.AioRpcError):
+        return f"{error.code().name}: {error.details()}"
+    return str(error) or "it does not answer"
 
 
 def _channel(address: str, credentials: grpc.ChannelCredentials | None) -> grpc.aio.Channel:
@@ -150,15 +177,21 @@ class Following:
     call: Stream
     status: Status
     start: ProcessStart
+    outbox: asyncio.Queue[link_pb2.FollowerMessage] = field(default_factory=asyncio.Queue)
 
-    async def run(self, coordinator: str) -> None:
+    def leave(self) -> None:
+        """The leader drains, and the gang ends."""
+        self.outbox.put_nowait(link_pb2.FollowerMessage(leaving=link_pb2.FollowerLeaving()))
+
+    async def run(self, coordinator: str) -> NoReturn:
         transports = KvTransports(self.config, cluster_key(self.config, os.environ).proofs)
         async with _receiving(self.config, self.role, transports) as port:
             await self._run(coordinator, lambda model: transports.open_plane(model, port), port)
+        raise AssertionError("a gang that ended without a word")
 
-    async def _run(self, coordinator: str, open_plane: "Callable[[LoadedModel], KvPlane]", port: int) -> None:
+    async def _run(self, coordinator: str, open_plane: "Callable[[LoadedModel], KvPlane]", port: int) -> NoReturn:
         leader = Watched("the leader of the gang")
-        outbox: asyncio.Queue[link_pb2.FollowerMessage] = asyncio.Queue()
+        outbox = self.outbox
         writing = asyncio.create_task(_write_all(self.call, outbox))
         told: asyncio.Queue[link_pb2.LeaderMessage] = asyncio.Queue()
         begun = asyncio.Event()
@@ -170,7 +203,10 @@ class Following:
             end_at_once(0)
         serve = loading.result()
         keep_for_life()
-        outbox.put_nowait(link_pb2.FollowerMessage(ready=serve.ready))
+        async with recording(self.config.trace, STARTS) as recorder:
+            process = f"{self.member.leader} member {self.member.index}"
+            tell_start(self.start.timings, self.status, recorder, process=process, role=self.role)
+        outbox.put_nowait(link_pb2.FollowerMessage(ready=serve.ready))  # it is watched from now on
         self.status("ready", openness(self.config, self.role, port))
         timeout_s = self.config.worker.gang_timeout_s
         watching = asyncio.create_task(_watch(leader, begun, lambda: outbox.put_nowait(serve.beat()), timeout_s))
@@ -201,7 +237,7 @@ class Following:
 async def _receiving(config: Config, role: WorkerRole, transports: KvTransports) -> AsyncIterator[int]:
     """The port at which peers write KV within the block; 0: at one of the transport's own, or never.
 
-    ConfigError, OSError where it cannot be had.
+    ConfigError where it cannot be had.
     """
     if role == "both" or not transports.needs_server:
         yield 0
@@ -217,6 +253,8 @@ async def _receiving(config: Config, role: WorkerRole, transports: KvTransports)
         )
     except PortInUse as error:
         raise ConfigError([f"{port_key(role)}: {error}"]) from error
+    except OSError as error:
+        raise ConfigError([f"worker.host: cannot listen at {config.worker.host}: {error.strerror}"]) from error
     await server.start()
     try:
         yield server.port
@@ -237,14 +275,12 @@ async def _read_all(
         message = await _read(call)
         leader.heard()
         match message.WhichOneof("message"):
-            case "step" | "order" | "tier_order":
-                told.put_nowait(message)
             case "beat":
                 begun.set()
             case "end":
                 return
             case _:
-                pass
+                told.put_nowait(message)
 
 
 async def _watch(leader: Watched, begun: asyncio.Event, beat: Callable[[], None], timeout_s: float) -> None:

@@ -18,8 +18,9 @@ from moonshard.serving.engine.encoder import padded
 from moonshard.serving.engine.loading.model import LoadedModel, Progress, load_model
 from moonshard.serving.engine.programs import Drawn, Launched, Programs
 from moonshard.serving.engine.steps import Step, StepKind
+from moonshard.serving.gang.members import loaded_as
 from moonshard.serving.gang.part import PlanePart, ready_message
-from moonshard.serving.gang.steps import GangDiverged, StepChain, digest_of, step_from
+from moonshard.serving.gang.steps import AwaitedMasks, GangDiverged, StepChain, digest_of, step_from
 from moonshard.serving.gang.tickets import is_of_tiers
 from moonshard.serving.gang.tiers.part import TierPart
 from moonshard.serving.transfer.plane import KvPlane
@@ -74,12 +75,13 @@ class Steps:
         self._tiers = None if tiers is None else TierBlocks(tiers, model.layout.groups[0].block)
         self._tier_part: TierPart | None = None  # once it runs
         self._partitions = [partition for partition, owners in enumerate(model.held) if owners]
-        self.ready = ready_message(plane, None if self._tiers is None else self._tiers.shared)
+        self.ready = ready_message(plane, None if self._tiers is None else self._tiers.shared, loaded_as(model))
         self._plane = plane
         self._programs = model.programs
         self._num_partitions = model.shapes.num_partitions
         self._num_words = -(-model.vocab_size // 32)
         self._chain = StepChain()
+        self._masks: AwaitedMasks | None = None  # of the last step
 
     async def run(
         self, told: asyncio.Queue[link_pb2.LeaderMessage], outbox: asyncio.Queue[link_pb2.FollowerMessage]
@@ -129,6 +131,8 @@ class Steps:
             match message.WhichOneof("message"):
                 case "step":
                     device.submit(self._step(message.step, part))
+                case "masks":
+                    self._take_masks(message.masks)
                 case "order" if part is not None:
                     part.obey(message.order)
                 case "tier_order" if self._tier_part is not None:
@@ -154,10 +158,21 @@ class Steps:
 
     def _step(self, message: link_pb2.GangStep, part: PlanePart | None) -> Step:
         self._chain.check(message)
+        if self._masks is not None:
+            raise GangDiverged(f"step {message.number} came before the masks of the one before it")
         step = step_from(message, num_partitions=self._num_partitions, num_words=self._num_words)
+        self._masks = step.allowed if isinstance(step.allowed, AwaitedMasks) else None
         if step.kind is not StepKind.LAND:
             return step
         return replace(step, payload=padded(self._payload(step, part), step.bucket))
+
+    def _take_masks(self, message: link_pb2.GangMasks) -> None:
+        """GangDiverged where no step waits for them."""
+        self._chain.check(message)
+        if self._masks is None:
+            raise GangDiverged(f"masks came as {message.sequence} for a step that has none")
+        self._masks.put(message)
+        self._masks = None
 
     def _payload(self, step: Step, part: PlanePart | None) -> np.ndarray:
         """What a land writes. GangDiverged where nothing of its ticket came."""

@@ -15,7 +15,7 @@ from moonshard.rpc import link_pb2
 from moonshard.rpc.link import PROTOCOL_VERSION
 from moonshard.rpc.status import FailedPrecondition, InvalidArgument, RequestError, abort
 from moonshard.serving.config.keys import ConfigError
-from moonshard.serving.gang.members import GangFault
+from moonshard.serving.gang.members import GangFault, unlike
 from moonshard.serving.gang.orders import Orders
 from moonshard.serving.gang.tiers.orders import TierOrders
 from moonshard.serving.gang.watch import LOOKS_PER_TIMEOUT, Watched
@@ -55,20 +55,24 @@ class Gang:
         *,
         timeout_s: float,
         num_drawing: int | None = None,
+        on_leaving: Callable[[], None] = lambda: None,
     ):
         """`made_of`: what all members must have alike, by its name in words; its error is raised by `gather`.
 
-        `num_drawing`: as of `members.num_drawing`; None: all.
+        `num_drawing`: as of `members.num_drawing`; None: all. `on_leaving`: a follower was told to end.
         """
         self.num_members = num_members
-        self._num_drawing = num_drawing or num_members
+        self._num_drawing = num_members if num_drawing is None else num_drawing
         self._made_of = made_of
+        self._on_leaving = on_leaving
         self._timeout_s = timeout_s
         self._followers: dict[int, Follower] = {}
         self._loop = asyncio.get_running_loop()
         self._changed = asyncio.Condition()
         self._watching: asyncio.Task[None] | None = None
+        self._own = Watched("the leader of the gang")  # that it goes on, too: this loop lives when its device hangs
         self._is_ending = False
+        self._refused = ""  # who was last, and why, for whom nobody else comes
         self.orders = Orders(num_members, self._tell_order)
         self._drawn = OrderedDict[int, dict[bytes, list[str]]]()  # who drew what in a step
         self.failed: asyncio.Future[None] = self._loop.create_future()
@@ -90,6 +94,13 @@ class Gang:
         await self._until(lambda member: self._followers[member].ready is not None, timeout_s, "has not loaded")
         self._watching = asyncio.create_task(self._watch())
 
+    def check_alike(self, own: Mapping[str, str]) -> None:
+        """ConfigError where a follower that has loaded has not what the leader has, `own`."""
+        for follower in self.followers:
+            loaded = {} if follower.ready is None else follower.ready.loaded_as
+            if difference := unlike(own, loaded):
+                raise ConfigError([f"{follower.watched.name} has loaded {difference}"])
+
     async def _until(self, is_there: Callable[[int], bool], timeout_s: float, what: str) -> None:
         def missing() -> list[int]:
             return [member for member in range(1, self.num_members) if not is_there(member)]
@@ -99,7 +110,8 @@ class Gang:
                 await self._changed.wait_for(lambda: self.failed.done() or not missing())
         except TimeoutError:
             members = ", ".join(map(str, missing()))
-            raise ConfigError([f"worker.gang_join_timeout_s: member {members} {what} in {timeout_s:g} s"]) from None
+            told = f"member {members} {what} in {timeout_s:g} s{self._refused}"
+            raise ConfigError([f"worker.gang_join_timeout_s: {told}"]) from None
         if self.failed.done():
             self.failed.result()
 
@@ -116,12 +128,18 @@ class Gang:
     # ---- while it serves
 
     def tell(self, message: link_pb2.LeaderMessage) -> None:
-        """Tells all followers a step; in the order of the calls, from any thread."""
-        self._loop.call_soon_threadsafe(self._tell_step, message.SerializeToString())
+        """Tells all followers a step, or its masks; in the order of the calls, from any thread."""
+        is_whole = not message.step.is_masked  # else nobody can finish it yet: it may wait for the leader
+        self._loop.call_soon_threadsafe(self._tell_step, message.SerializeToString(), is_whole)
 
-    def drew(self, number: int, digest: bytes) -> None:
-        """What the leader itself drew; from any thread."""
-        self._loop.call_soon_threadsafe(self._compare, number, digest, "the leader")
+    def done(self, number: int, drawn: bytes) -> None:
+        """The leader itself has finished a step; the digest of what it drew, empty for nothing. From any thread."""
+        self._loop.call_soon_threadsafe(self._note_own, number, drawn)
+
+    def _note_own(self, number: int, drawn: bytes) -> None:
+        self._own.done()
+        if drawn:
+            self._compare(number, drawn, "the leader")
 
     async def end(self) -> None:
         """In order: followers end with it, and nobody calls that a fault."""
@@ -137,8 +155,9 @@ class Gang:
         while not self._is_ending:
             self._tell_all(BEAT)
             await asyncio.sleep(self._timeout_s / LOOKS_PER_TIMEOUT)
-            for follower in self._followers.values():
-                if (fault := follower.watched.look(self._timeout_s)) is not None:
+            self._own.heard()
+            for watched in (self._own, *(follower.watched for follower in self._followers.values())):
+                if (fault := watched.look(self._timeout_s)) is not None:
                     self._fail(GangFault(fault))
             if (fault := self.orders.look(self._timeout_s)) is not None:
                 self._fail(GangFault(fault))
@@ -146,9 +165,10 @@ class Gang:
     def _tell_order(self, order: link_pb2.GangOrder) -> None:
         self._tell_all(link_pb2.LeaderMessage(order=order).SerializeToString())
 
-    def _tell_step(self, encoded: bytes) -> None:
+    def _tell_step(self, encoded: bytes, is_whole: bool) -> None:
+        self._own.num_told += is_whole
         for follower in self._followers.values():
-            follower.watched.num_told += 1
+            follower.watched.num_told += is_whole
         self._tell_all(encoded)
 
     def _tell_all(self, encoded: bytes) -> None:
@@ -162,8 +182,10 @@ class Gang:
         if len(said) > 1:
             groups = "; ".join(", ".join(names) for names in said.values())
             self._fail(GangFault(f"members drew different tokens in step {number}: {groups}"))
-        elif len(said[digest]) == self._num_drawing or len(self._drawn) > MAX_DIGESTS:
-            self._drawn.popitem(last=False) if len(self._drawn) > MAX_DIGESTS else self._drawn.pop(number)
+        elif len(said[digest]) == self._num_drawing:
+            del self._drawn[number]
+        elif len(self._drawn) > MAX_DIGESTS:
+            self._drawn.popitem(last=False)
 
     def _fail(self, error: Exception) -> None:
         if not (self._is_ending or self.failed.done()):
@@ -187,6 +209,7 @@ class Gang:
             follower = self._let_in(await anext(request_iterator, None), own)
         except RequestError as error:
             logger.warning("a follower at %s is refused: %s", context.peer(), error.message)
+            self._refused = f"; one at {context.peer()} was refused: {error.message}"
             await abort(context, error)
         writing = asyncio.create_task(_write_all(context, follower))
         reading = asyncio.create_task(self._read_all(request_iterator, follower))
@@ -216,8 +239,8 @@ class Gang:
             raise InvalidArgument(f"member {hello.member} is none of 1 to {self.num_members - 1}", field="member")
         if hello.member in self._followers:
             raise FailedPrecondition(f"there is a member {hello.member} already", field="member")
-        if unlike := sorted(what for what in own if own[what] != hello.made_of.get(what)):
-            raise FailedPrecondition(f"member {hello.member} has another {', another '.join(unlike)}", field="made_of")
+        if difference := unlike(own, hello.made_of):
+            raise FailedPrecondition(f"member {hello.member} has {difference}", field="made_of")
         follower = self._followers[hello.member] = Follower(hello.member)
         return follower
 
@@ -238,6 +261,8 @@ class Gang:
                     self._take(follower.tier_orders.answered, message.tier_answer)
                 case "beat":
                     follower.tiers = message.beat.tiers
+                case "leaving":
+                    self._on_leaving()
                 case "fault":
                     self._fail(_fault_of(follower, message.fault))
                     return

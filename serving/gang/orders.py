@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from moonshard.rpc import link_pb2
 from moonshard.serving.gang.members import GangFault
-from moonshard.serving.gang.watch import LOOKS_PER_TIMEOUT
+from moonshard.serving.gang.watch import KEY, LOOKS_PER_TIMEOUT
 
 Answers = list[link_pb2.FollowerAnswer]  # in the order of the members
 
@@ -20,7 +20,7 @@ class _Asked:
     may_last: bool
     future: asyncio.Future[Answers]
     answers: dict[int, link_pb2.FollowerAnswer] = field(default_factory=dict[int, link_pb2.FollowerAnswer])
-    num_looks: int = 0
+    num_looks: int = 0  # since a member that it waits for has answered anything
 
 
 class Orders:
@@ -51,6 +51,9 @@ class Orders:
         if asked is None or member in asked.answers:
             raise GangFault(f"member {member} of the gang answers order {answer.number}, which it was not asked")
         asked.answers[member] = answer
+        for other in self._asked.values():  # which wait behind it on that member
+            if member not in other.answers:
+                other.num_looks = 0
         if len(asked.answers) == len(self._members):
             del self._asked[answer.number]
             if not asked.future.done():
@@ -62,5 +65,5 @@ class Orders:
             asked.num_looks += 1
             if asked.num_looks > LOOKS_PER_TIMEOUT and not asked.may_last:
                 missing = ", ".join(str(member) for member in self._members if member not in asked.answers)
-                return f"member {missing} of the gang did not carry out an order in {timeout_s:g} s"
+                return f"member {missing} of the gang did not carry out an order in {timeout_s:g} s ({KEY})"
         return None

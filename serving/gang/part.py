@@ -153,9 +153,14 @@ class PlanePart:
         return link_pb2.FollowerAnswer(copied=link_pb2.KvCopied())
 
 
-def ready_message(plane: KvPlane | None, tiers: Mapping[str, bool] | None = None) -> link_pb2.FollowerReady:
-    """What a follower says of its plane, where its gang hands KV over, and of its tiers: which are shared."""
+def ready_message(
+    plane: KvPlane | None, tiers: Mapping[str, bool] | None = None, loaded_as: Mapping[str, str] | None = None
+) -> link_pb2.FollowerReady:
+    """What a follower says of its plane, where its gang hands KV over, of its tiers: which are shared, and of what
+    all have to have loaded alike.
+    """
     kinds = [link_pb2.TierKind(name=name, is_shared=is_shared) for name, is_shared in (tiers or {}).items()]
     if plane is None:
-        return link_pb2.FollowerReady(tiers=kinds)
-    return link_pb2.FollowerReady(session=plane.endpoint.session, regions=region_messages(plane.endpoint), tiers=kinds)
+        return link_pb2.FollowerReady(tiers=kinds, loaded_as=loaded_as)
+    regions = region_messages(plane.endpoint)
+    return link_pb2.FollowerReady(session=plane.endpoint.session, regions=regions, tiers=kinds, loaded_as=loaded_as)

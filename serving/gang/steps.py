@@ -1,11 +1,13 @@
-"""A step on its way to the followers of a gang, and the digests by which the members know that they are one.
+"""A step on its way to the followers of a gang, its masks behind it, and the digests by which the members know that
+they are one.
 
 What only the leader reads is left out: which row belongs to whom. Arrays travel as their bytes; each has a row for each
 partition, or for each draw.
 """
 
 import hashlib
-from dataclasses import dataclass
+from collections.abc import Callable
+from concurrent.futures import Future
 
 import numpy as np
 
@@ -14,53 +16,76 @@ from moonshard.serving.engine.steps import DrawMasks, Step, StepKind
 
 DIGEST_BYTES = 16
 
+type Link = link_pb2.GangStep | link_pb2.GangMasks
+
 
 class GangDiverged(Exception):
     """Two members of a gang do not do the same."""
 
 
-@dataclass(frozen=True, slots=True)
-class KnownMasks(DrawMasks):
-    """Masks that were known when the step was told."""
+class ToldMasks(DrawMasks):
+    """The leader's masks of a step: told to the others as soon as they are known."""
 
-    words: np.ndarray
+    def __init__(self, masks: DrawMasks, tell: Callable[[np.ndarray], None]):
+        self._masks = masks
+        self._tell = tell
 
     def __call__(self) -> np.ndarray:
-        return self.words
+        words = self._masks()
+        self._tell(words)
+        return words
+
+    def tell(self, tokens: np.ndarray, num_emitted: np.ndarray) -> None:
+        self._masks.tell(tokens, num_emitted)
+
+
+class AwaitedMasks(DrawMasks):
+    """A follower's, which come behind the step. Put on the event loop, waited for on the device's thread."""
+
+    def __init__(self, num_words: int):
+        """`num_words`: of a row."""
+        self._num_words = num_words
+        self._words = Future[np.ndarray]()
+
+    def put(self, message: link_pb2.GangMasks) -> None:
+        self._words.set_result(np.frombuffer(message.allowed, np.uint32).reshape(-1, self._num_words))
+
+    def __call__(self) -> np.ndarray:
+        return self._words.result()
 
     def tell(self, tokens: np.ndarray, num_emitted: np.ndarray) -> None:
         """Only the leader's masks follow what is drawn."""
 
 
 class StepChain:
-    """Numbers steps, and says what all of them until now were."""
+    """Numbers steps and masks, and says what all of them until now were."""
 
     def __init__(self) -> None:
-        self._num_steps = 0
+        self._num_told = 0
         self._digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
 
-    def seal(self, message: link_pb2.GangStep) -> None:
-        """Gives the next step its number and the digest of all."""
-        message.sequence = self._num_steps
+    def seal(self, message: Link) -> None:
+        """Gives the next one its number and the digest of all."""
+        message.sequence = self._num_told
         message.digest = self._fed(message)
 
-    def check(self, message: link_pb2.GangStep) -> None:
-        """GangDiverged where it is not the next step, or those before it were others."""
-        told, expected = message.digest, self._num_steps
+    def check(self, message: Link) -> None:
+        """GangDiverged where it is not the next one, or those before it were others."""
+        told, expected = message.digest, self._num_told
         if message.sequence != expected:
             raise GangDiverged(f"step {message.sequence} came where {expected} was to come")
         if self._fed(message) != told:
             raise GangDiverged(f"step {message.sequence}, or one before it, is another one than was told")
 
-    def _fed(self, message: link_pb2.GangStep) -> bytes:
+    def _fed(self, message: Link) -> bytes:
         message.ClearField("digest")
         self._digest.update(message.SerializeToString(deterministic=True))
-        self._num_steps += 1
+        self._num_told += 1
         return self._digest.digest()
 
 
 def step_message(step: Step) -> link_pb2.GangStep:
-    """Of a step whose masks are known. KV from elsewhere is not told: each member has its part, by the step's ticket.
+    """Masks come behind it. KV from elsewhere is not told: each member has its part, by the step's ticket.
 
     ValueError where there is no ticket.
     """
@@ -74,7 +99,7 @@ def step_message(step: Step) -> link_pb2.GangStep:
         sampling=_bytes(step.sampling),
         scoring=_bytes(step.scoring),
         guessing=_bytes(step.guessing),
-        allowed=b"" if step.allowed is None else step.allowed().tobytes(),
+        is_masked=step.allowed is not None,
         num_ahead=step.num_ahead,
         partition=step.partition,
         num_blocks=step.num_blocks,
@@ -90,7 +115,6 @@ def step_from(message: link_pb2.GangStep, *, num_partitions: int, num_words: int
 
     metadata = rows(message.metadata)
     assert metadata is not None  # every step has some
-    masks = np.frombuffer(message.allowed, np.uint32).reshape(-1, num_words) if message.allowed else None
     return Step(
         number=message.number,
         kind=StepKind(message.kind),
@@ -99,7 +123,7 @@ def step_from(message: link_pb2.GangStep, *, num_partitions: int, num_words: int
         sampling=rows(message.sampling),
         scoring=rows(message.scoring),
         guessing=rows(message.guessing),
-        allowed=None if masks is None else KnownMasks(masks),
+        allowed=AwaitedMasks(num_words) if message.is_masked else None,
         num_ahead=message.num_ahead,
         partition=message.partition,
         num_blocks=message.num_blocks,

@@ -2,12 +2,13 @@
 
 A member that beats may be stuck all the same: what hangs is a collective, on a thread of its own. So of followers the
 leader also asks whether they finish steps. Silence is counted in looks: a stall of this process is one look, and no
-silence of the others'. Source of the problem: jax issue 38503, a rank that is alive and stuck hangs all for ever.
+silence of the others'. Source of the problem: jax, where a rank that is alive and stuck hangs all for ever.
 """
 
 from dataclasses import dataclass
 
 LOOKS_PER_TIMEOUT = 8
+KEY = "worker.gang_timeout_s"
 
 
 @dataclass(slots=True)
@@ -36,7 +37,7 @@ class Watched:
         self._num_stuck = self._num_stuck + 1 if is_waiting else 0
         self._seen_heard, self._seen_done = self.num_heard, self.num_done
         if self._num_silent >= LOOKS_PER_TIMEOUT:
-            return f"nothing came from {self.name} for {timeout_s:g} s"
+            return f"nothing came from {self.name} for {timeout_s:g} s ({KEY})"
         if self._num_stuck >= LOOKS_PER_TIMEOUT:
-            return f"{self.name} finished no step for {timeout_s:g} s"
+            return f"{self.name} finished no step for {timeout_s:g} s ({KEY}; it must be longer than the longest step)"
         return None

@@ -1,6 +1,6 @@
 """Which transport a worker's KV plane runs on, and how it is started: the one place that makes them.
 
-`config.keys` has their names; `config.faults`, `worker.process` and `commands.checks.ports` ask whether it is Mooncake.
+`config.keys` has their names; `config.faults` and `commands.checks.ports` ask whether it is Mooncake.
 Made before the process's server, which carries the gRPC stream where that is the transport; opened once the model is
 loaded, since only then the size of a block is known.
 """
@@ -13,6 +13,7 @@ from moonshard.kv.listening import listening_ports
 from moonshard.kv.slab import Slab, SlabTooLarge
 from moonshard.kv.slab_shards import num_held_bytes
 from moonshard.kv.transfer import Transport
+from moonshard.rpc.addresses import host_port
 from moonshard.serving.config.keys import Config, ConfigError, WorkerRole, kv_host_of, processes_of
 from moonshard.serving.config.kv_ports import library_ports
 from moonshard.serving.config.tls import link_credentials
@@ -100,7 +101,7 @@ class KvTransports:
                 assert self._receiver is not None  # made with this object
                 return GrpcTransport(
                     self._receiver,
-                    f"{host}:{port}",
+                    host_port(host, port),
                     key=self._key,
                     timeout_s=kv.transfer_timeout_s,
                     credentials=link_credentials(self._config),

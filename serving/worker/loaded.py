@@ -16,6 +16,7 @@ from moonshard.serving.engine.device import Executor
 from moonshard.serving.engine.loading.model import LoadedModel, Progress, load_model
 from moonshard.serving.gang.executor import GangExecutor
 from moonshard.serving.gang.leader import Gang
+from moonshard.serving.gang.members import loaded_as
 from moonshard.serving.gang.plane import GangPlane
 from moonshard.serving.gang.tiers.places import places_of
 from moonshard.serving.observe.rows.steps import RecordedSteps
@@ -41,8 +42,11 @@ class Loaded:
     def led_by(self, gang: Gang) -> "Loaded":
         """The same, whose steps the followers of a gang run too, now that they have loaded.
 
-        GangFault where their parts of the KV are not a whole.
+        Raises:
+            ConfigError: they have loaded something else.
+            GangFault: their parts of the KV are not a whole.
         """
+        gang.check_alike(loaded_as(self.model))
         plane = self.plane
         if isinstance(plane, KvPlane):
             plane = GangPlane(plane, gang.orders, gang.ready)

@@ -1,10 +1,9 @@
 """A worker as a process: it listens, loads its model, and lives as `deploy.life` says.
 
 The port opens at once, before jax is imported, so that whoever started the worker knows its address and starts what
-needs it; health turns SERVING when all is there
-that a request needs. Programs that make small steps faster are prepared behind that. A signal while it loads ends it
-with 0. A fault on the device ends the process with 1, since what the device then holds is unknown; so does a fault in
-the engine's own bookkeeping.
+needs it; health turns SERVING when all is there that a request needs. Programs that make small steps faster are
+prepared behind that. A signal while it loads ends it with 0. A fault on the device ends the process with 1, since what
+the device then holds is unknown; so does a fault in the engine's own bookkeeping, and of a gang any member's end.
 """
 
 import asyncio
@@ -51,7 +50,8 @@ MAX_LINK_MESSAGE_BYTES = 16 << 20  # a million tokens of prompt and as many answ
 logger = logging.getLogger(__name__)
 
 
-Meeting = Callable[[], None]
+type Meeting = Callable[[], None]
+type OpenPlane = Callable[[LoadedModel], KvPlane]
 
 
 class _Stopped(Exception):
@@ -68,18 +68,17 @@ async def run_worker(config: Config, role: WorkerRole, *, status: Status, start:
     with stop_signals() as stop:
         drain_timeout_s = config.gateway.drain_timeout_s
         life = Life(role=role, status=status, start=start, stop=stop, drain_timeout_s=drain_timeout_s)
-        return await _run(config, role, life)
+        try:
+            return await _run(config, role, life)
+        except GangFault as fault:
+            end_at_once(FAILED_EXIT_CODE, f"{fault}; the gang ends")
 
 
 async def _run(config: Config, role: WorkerRole, life: Life) -> int:
     key = cluster_key(config, os.environ).proofs
     transports = KvTransports(config, key)
     ready: asyncio.Future[Worker] = asyncio.get_running_loop().create_future()
-    gang = None
-    if (num_members := processes_of(config, role)) > 1:
-        own = asyncio.create_task(asyncio.to_thread(made_of, config, role))
-        drawing = num_drawing(config, role)
-        gang = Gang(num_members, own, timeout_s=config.worker.gang_timeout_s, num_drawing=drawing)
+    gang = _gang_of(config, role, life)
     async with _listening(config, role, transports, key, ready, gang) as server:
         address = host_port(config.worker.host, server.port)
         life.status("listening", {"address": address})
@@ -87,18 +86,9 @@ async def _run(config: Config, role: WorkerRole, life: Life) -> int:
             exporting(config.telemetry, role=role, instance=address) as export,
             recording(config.trace, STEPS, STARTS) as recorder,  # written before anybody waits for a collector
         ):
-            meeting = None if gang is None else await _gathered(gang, config, life)
-            if life.stop.is_set():
-                return 0
-            ending = None if gang is None else asyncio.create_task(_end_with(gang, life))
-            loaded = await _load(config, role, lambda model: transports.open_plane(model, server.port), life, meeting)
+            loaded = await _loaded(config, role, lambda model: transports.open_plane(model, server.port), life, gang)
             if loaded is None:
                 return 0
-            if gang is not None:
-                await gang.wait_ready(config.worker.gang_join_timeout_s)
-                loaded = loaded.led_by(gang)
-            if ending is not None:
-                ending.cancel()
             recorded = NO_STEPS if recorder is None else _recorded_steps(recorder, address)
             worker = loaded.worker(config, role, export, recorded)
             keep_for_life()
@@ -133,6 +123,40 @@ async def known_to_gateways(
         raise ConfigError(faults[:1])
 
 
+def _gang_of(config: Config, role: WorkerRole, life: Life) -> Gang | None:
+    """What this process leads, where the worker is several. Whichever of them is told to end, all do."""
+    if (num_members := processes_of(config, role)) == 1:
+        return None
+    return Gang(
+        num_members,
+        asyncio.create_task(asyncio.to_thread(made_of, config, role)),
+        timeout_s=config.worker.gang_timeout_s,
+        num_drawing=num_drawing(config, role),
+        on_leaving=life.stop.set,
+    )
+
+
+async def _loaded(
+    config: Config, role: WorkerRole, open_plane: "OpenPlane", life: Life, gang: Gang | None
+) -> "Loaded | None":
+    """What serves: of a gang, once all its members are there and have loaded. None if told to stop before."""
+    if gang is None:
+        return await _load(config, role, open_plane, life, None)
+    meeting = await _gathered(gang, config, life)
+    if meeting is None:
+        return None
+    ending = asyncio.create_task(_end_with(gang, life))
+    try:
+        loaded = await _load(config, role, open_plane, life, meeting)
+        if loaded is None:
+            await gang.end()
+            return None
+        await gang.wait_ready(config.worker.gang_join_timeout_s)
+        return loaded.led_by(gang)
+    finally:
+        ending.cancel()  # else what became of this member would be told as what the others then say
+
+
 async def _end_with(gang: Gang, life: Life) -> None:
     """While the model is loaded, on a thread that may wait for a member that is gone."""
     await asyncio.wait({gang.failed})
@@ -143,8 +167,8 @@ async def _end_with(gang: Gang, life: Life) -> None:
     end_at_once(code, message)
 
 
-async def _gathered(gang: Gang, config: Config, life: Life) -> "Meeting":
-    """How all members meet, once all are there; nothing where it was told to stop before."""
+async def _gathered(gang: Gang, config: Config, life: Life) -> Meeting | None:
+    """How all members meet, once all are there; None where it was told to stop before."""
     life.status("progress", {"message": f"waiting for {gang.num_members - 1} other members of the gang"})
     gathering = asyncio.create_task(gang.gather(config.worker.gang_join_timeout_s))
     stopping = asyncio.create_task(life.stop.wait())
@@ -152,7 +176,7 @@ async def _gathered(gang: Gang, config: Config, life: Life) -> "Meeting":
     stopping.cancel()
     if not gathering.done():
         gathering.cancel()
-        return lambda: None
+        return None
     gathering.result()
     [port] = free_ports(1)
     coordinator = host_port(config.worker.host, port)
@@ -203,9 +227,9 @@ class ServedWorker:
     gang: Gang | None = None
 
     async def failure(self) -> BaseException:
-        failed = {self.worker.engine.failed} if self.gang is None else {self.worker.engine.failed, self.gang.failed}
-        done, _ = await asyncio.wait(failed, return_when=asyncio.FIRST_COMPLETED)
-        error = done.pop().exception()
+        watched = [self.worker.engine.failed] if self.gang is None else [self.gang.failed, self.worker.engine.failed]
+        await asyncio.wait(watched, return_when=asyncio.FIRST_COMPLETED)
+        error = next(failed for failed in watched if failed.done()).exception()
         return error if error is not None else AssertionError("an engine that ended")
 
     async def set_serving(self, is_serving: bool) -> None:
@@ -237,13 +261,21 @@ class ServedWorker:
             logger.warning("requests were still running after %g s and are cancelled", self.drain_timeout_s)
 
     async def close(self) -> None:
-        await self.worker.close()
+        closing = asyncio.create_task(self.worker.close())
+        if self.gang is not None:
+            await asyncio.wait({closing, self.gang.failed}, return_when=asyncio.FIRST_COMPLETED)
+            if self.gang.failed.done():  # its device may wait for a member that is gone
+                self.fail(await self.failure())
+        await closing
         if self.gang is not None:
             await self.gang.end()
 
     def fail(self, error: BaseException) -> None:
-        if isinstance(error, GangFault):
-            end_at_once(FAILED_EXIT_CODE, f"{error}; the gang ends")
+        """Of a gang at once: others wait for this process, and collectives that one is missing from are never done."""
+        if self.gang is not None:
+            is_told = isinstance(error, GangFault)
+            logger.error("%s; the gang ends", error, exc_info=None if is_told else error)
+            end_at_once(FAILED_EXIT_CODE)
         logger.error("the engine failed", exc_info=error)
         self.worker.fail()
 
@@ -255,9 +287,9 @@ def _recorded_steps(recorder: Recorder, address: str) -> RecordedSteps:
 async def _load(
     config: Config,
     role: WorkerRole,
-    open_plane: "Callable[[LoadedModel], KvPlane]",
+    open_plane: "OpenPlane",
     life: Life,
-    meeting: "Meeting | None",
+    meeting: Meeting | None,
 ) -> "Loaded | None":
     """Loads on a thread, so that signals and health checks are answered meanwhile; None if told to stop.
 

@@ -87,6 +87,23 @@ def test_a_killed_follower_ends_the_gang_at_once_and_it_comes_back():
         assert cluster.is_as_it_began()
 
 
+@pytest.mark.slow
+def test_a_follower_that_is_told_to_end_has_its_gang_drain_and_come_back():
+    with running(**GANG, **BY_PARTITION) as cluster:
+        [follower] = followers(cluster)
+        leader = cluster.pid("worker")
+        with ThreadPoolExecutor(1) as threads:
+            asked = threads.submit(http_completion, cluster, PROMPTS[0], max_tokens=400, ignore_eos=True)
+            assert wait_until(lambda: cluster.metric("vllm:num_requests_running") == 1, 60)
+            os.kill(follower, signal.SIGTERM)
+            answer = asked.result(60)
+        assert len(answer["choices"][0]["token_ids"]) == 400
+        assert wait_until(lambda: not (psutil.pid_exists(leader) or psutil.pid_exists(follower)), 30)
+        assert wait_until(lambda: is_up(cluster), 120)
+        answers(cluster)
+        assert any("has drained and ended; starting it again" in line for line in cluster.lines)
+
+
 GUESSING = {"speculation.method": '["grammar", "eagle3", "lookup"]'}
 WITHOUT_DRAFT = {"speculation.method": '["grammar", "lookup"]'}
 

@@ -16,14 +16,18 @@ def check_ports_are_free(config: Config) -> None:
         _check(gateway.registry_host, {"gateway.registry_port": gateway.registry_port})
 
 
-def check_worker_port_is_free(config: Config, role: WorkerRole) -> None:
-    """The same for that of a worker."""
-    _check(config.worker.host, {port_key(role): port_of(config, role)})
+def check_worker_port_is_free(config: Config, role: WorkerRole, *, listens: bool = True) -> None:
+    """The same for that of a worker; of a process that does not listen there, whether it is at its host at all.
+
+    gRPC would say it in three lines of its own, and a gang's collectives in words of theirs.
+    """
+    own = {port_key(role): port_of(config, role)} if listens else {"worker.host": 0}
+    _check(config.worker.host, own)
 
 
-def check_kv_ports_suffice(config: Config, *, num_workers: int) -> None:
+def check_kv_ports_suffice(config: Config, *, num_processes: int) -> None:
     """ConfigError where Mooncake finds too few on one machine: the last worker would fail once all have compiled."""
-    if (fault := too_few_ports(config, num_workers)) is not None:
+    if (fault := too_few_ports(config, num_processes)) is not None:
         raise ConfigError([fault])
 
 

@@ -8,7 +8,7 @@ import tyro
 from moonshard.serving.commands.checks.ports import check_worker_port_is_free
 from moonshard.serving.commands.checks.tiers import check_tiers_fit
 from moonshard.serving.commands.options import ConfigOptions, Configured, StatusFd
-from moonshard.serving.config.faults import kv_plane_note
+from moonshard.serving.config.faults import announced_faults, has_kv_stream, kv_plane_note
 from moonshard.serving.config.keys import Config, ConfigError, WorkerRole, command_of, mesh_of, port_key, roles_of
 from moonshard.serving.deploy.startup import ProcessStart, RunProcess, end_process, prepare_worker, run_process
 from moonshard.serving.deploy.status_pipe import Status
@@ -49,9 +49,10 @@ def start_worker(
     with timings.phase("configuration"):
         config = options.load()
         _check_role(config, role)
+        if faults := announced_faults(config.worker):
+            raise ConfigError(faults)
         member = member_of(config, role, index, leader)
-        if member.leads:
-            check_worker_port_is_free(config, role)  # gRPC would say it in three lines of its own
+        check_worker_port_is_free(config, role, listens=member.leads or has_kv_stream(config))
         if status_fd is None:  # else a supervisor has asked, and this may be one that comes back
             check_tiers_fit(config, [role], is_one_process=True)
     start = ProcessStart(timings=timings, programs=prepare_worker(mesh_of(config, role), member.num_members))

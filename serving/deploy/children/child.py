@@ -12,6 +12,7 @@ import contextlib
 import os
 import signal
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 
 import msgspec
 
@@ -74,9 +75,17 @@ class Child:
             (os.killpg if number == signal.SIGKILL else os.kill)(self.pid, number)
 
 
-async def start_child(argv: Sequence[str], *, on_event: OnEvent, on_line: OnLine, is_told: bool = False) -> Child:
+async def start_child(
+    argv: Sequence[str],
+    *,
+    on_event: OnEvent,
+    on_line: OnLine,
+    is_told: bool = False,
+    environment: Mapping[str, str] = MappingProxyType({}),
+) -> Child:
     """Start `argv` with `--status-fd N` appended, and where it `is_told` something, `--orders-fd M` before that.
 
+    `environment`: beside this process's own.
     OSError where there is no such program, or no process, memory or descriptor left.
     """
     status, status_end = os.pipe()
@@ -100,6 +109,7 @@ async def start_child(argv: Sequence[str], *, on_event: OnEvent, on_line: OnLine
             stderr=output_end,
             pass_fds=theirs,
             start_new_session=True,
+            env={**os.environ, **environment},
         )
     except BaseException:
         if orders is not None:

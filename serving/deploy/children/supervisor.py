@@ -14,6 +14,7 @@ import asyncio
 import signal
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 from typing import Protocol
 
 from moonshard.serving.deploy.children.child import Child, OnEvent, OnLine, start_child
@@ -51,10 +52,16 @@ class Commands(Protocol):
     def gateway(self, workers: Sequence[str], previous: Mapping[str, object] | None) -> list[str]: ...
 
 
-async def launch_here(name: str, argv: Sequence[str], *, on_event: OnEvent, on_line: OnLine) -> Process:
-    """On this machine, as a child of this process."""
-    del name
-    return await start_child(argv, on_event=on_event, on_line=on_line)
+async def launch_here(
+    name: str,
+    argv: Sequence[str],
+    *,
+    on_event: OnEvent,
+    on_line: OnLine,
+    environments: Mapping[str, Mapping[str, str]] = MappingProxyType({}),
+) -> Process:
+    """On this machine, as a child of this process. `environments`: beside its own, by the child's name."""
+    return await start_child(argv, on_event=on_event, on_line=on_line, environment=environments.get(name, {}))
 
 
 class _News:

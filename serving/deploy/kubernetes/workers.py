@@ -9,8 +9,8 @@ leader that is ready, for that one waits for them. Source: leaderworkerset.x-k8s
 Health is gRPC's own service, which asks for no key of the cluster: SERVING once all is there that a request needs. An
 open port says less, since it opens before the model is read. A kubelet speaks gRPC without TLS only; with [tls] the
 worker lets in whom the authority has signed, so the probe is a process of the pod that shows the pod's certificate.
-A follower has no port to be asked at, and no probe: its leader serves once all have loaded, and ends with one that is
-silent or stuck, sooner than a kubelet would ask again.
+A follower is asked nothing: its leader serves once all have loaded, and ends with one that is silent or stuck, sooner
+than a kubelet would ask again. A follower that is told to end tells its leader, and all of them drain.
 """
 
 from dataclasses import replace

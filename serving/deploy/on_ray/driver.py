@@ -129,10 +129,10 @@ async def _end_all(placed: "Sequence[Placed]") -> None:
 
 
 def _unreachable(address: str | None, error: Exception) -> str:
-    reason = str(error).partition("\n")[0] or type(error).__name__
+    reason = "; ".join(line.strip() for line in str(error).splitlines() if line.strip()) or type(error).__name__
     if address is None:
         return f"--launcher ray: no Ray could be started here: {reason}"
-    return f"{ADDRESS}: no Ray is reached at {address}: {reason}"
+    return f"{ADDRESS}: the Ray at {address} cannot be used: {reason}"
 
 
 if __name__ == "__main__":

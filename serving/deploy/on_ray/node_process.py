@@ -41,11 +41,12 @@ class NodeProcess:
 
         OSError where it cannot be started.
         """
-        os.environ.update(environment)
         self._key_file = _in_memory(bytes.fromhex(key))
         path = f"/proc/{os.getpid()}/fd/{self._key_file}"
         command = [sys.executable, *(word.replace(KEY_FILE, path) for word in argv)]
-        self._child = await start_child(tethered(command), on_event=self._on_event, on_line=self._on_line)
+        self._child = await start_child(
+            tethered(command), on_event=self._on_event, on_line=self._on_line, environment=environment
+        )
         if self._signal is not None:
             self._child.signal(self._signal)
         self._waiting = asyncio.create_task(self._wait(self._child))

@@ -16,6 +16,7 @@ from moonshard.models.machines import XLA, Machine
 from moonshard.models.model import Model
 from moonshard.models.spec import KvGroup, ModelError, page_layers
 from moonshard.serving.config.keys import Config, ConfigError, WorkerRole, decode_positions, mesh_of, rules_of
+from moonshard.serving.engine.capacity.members import share_here, told_by_all
 from moonshard.serving.engine.capacity.memory import MAX_AUTO_POOL_BYTES, free_device_bytes, free_memory_bytes
 from moonshard.serving.engine.steps import StepShapes
 from moonshard.sharding.budget import stage_layers
@@ -107,10 +108,15 @@ def choose_sizes(
     if len({(group.num_features, group.dtype) for group in groups}) > 1:
         raise ModelError("KV groups whose tokens have different features have no blocks in common")
     block = _BlockBytes.of(groups, stages, block_size, shard, draft_layers)
+    timeout_s = config.worker.gang_join_timeout_s
+    share = share_here(timeout_s)
     if config.kv.num_blocks is not None:
-        _check_pool_fits(config.kv.num_blocks, shard, block, weights)
+        _check_pool_fits(config.kv.num_blocks, shard, block, weights, share)
     _check_slots_fit(config, model, role)
-    num_blocks = config.kv.num_blocks or _auto_blocks(config, model, dtype, shard, block, role, weights, machine)
+    num_blocks = config.kv.num_blocks
+    if num_blocks is None:
+        own = _auto_blocks(config, model, dtype, shard, block, role, weights, machine, share)
+        num_blocks = min(map(int, told_by_all("blocks", str(own), timeout_s)))
     wanted, longest = config.model.max_context_tokens, model.config.max_position_embeddings
     num_columns = block_groups(config, groups, machine).num_columns(num_blocks)
     pool_tokens = longest if num_columns is None else num_columns * block_size
@@ -219,9 +225,10 @@ def _auto_blocks(
     role: WorkerRole,
     weights: WeightBytes,
     machine: Machine,
+    share: float,
 ) -> int:
     """Blocks of each partition, so many that they take half of the free memory: a device's, or the machine's up to
-    `MAX_AUTO_POOL_BYTES`.
+    `MAX_AUTO_POOL_BYTES`, on which that share of all devices is.
 
     In the machine's memory no more than all slots could fill with the longest context: where no kernel makes the pool,
     the system takes half a second to give a GiB, which a small model's start would wait for.
@@ -229,11 +236,11 @@ def _auto_blocks(
     device_bytes = free_device_bytes(shard.mesh.num_devices)
     if device_bytes is not None:
         return max(1, (device_bytes - weights.on_a_device) // 2 // block.on_a_device)
-    half_bytes = min(MAX_AUTO_POOL_BYTES, max(0, free_memory_bytes() - weights.everywhere) // 2)
+    half_bytes = min(MAX_AUTO_POOL_BYTES, max(0, free_memory_bytes() - int(weights.everywhere * share)) // 2)
     context = config.model.max_context_tokens or min(model.config.max_position_embeddings, DEFAULT_MAX_CONTEXT_TOKENS)
     shapes = step_shapes(config, context, role, model.kv_groups(dtype), machine)
     fillable = shapes.slots_per_partition * shapes.groups.num_blocks(shapes.columns_per_sequence)
-    return max(1, min(fillable, half_bytes // (block.everywhere * shard.mesh.num_partitions)))
+    return max(1, min(fillable, int(half_bytes / (block.everywhere * shard.mesh.num_partitions * share))))
 
 
 def _check_slots_fit(config: Config, model: Model, role: WorkerRole) -> None:
@@ -249,13 +256,14 @@ def _check_slots_fit(config: Config, model: Model, role: WorkerRole) -> None:
         raise ConfigError([f"{key}.max_slots: {what} {took}"])
 
 
-def _check_pool_fits(num_blocks: int, shard: Shard, block: _BlockBytes, weights: WeightBytes) -> None:
+def _check_pool_fits(num_blocks: int, shard: Shard, block: _BlockBytes, weights: WeightBytes, share: float) -> None:
     """ConfigError where the pool does not fit: the allocation itself would fail with XLA's message, or would succeed
-    and the process be killed later.
+    and the process be killed later. `share` of all devices is in this machine's memory, where they have none.
     """
     device_bytes, partitions = free_device_bytes(shard.mesh.num_devices), shard.mesh.num_partitions
     if device_bytes is None:
-        needed, free_bytes = num_blocks * partitions * block.everywhere, free_memory_bytes() - weights.everywhere
+        needed = int(num_blocks * partitions * block.everywhere * share)
+        free_bytes = free_memory_bytes() - int(weights.everywhere * share)
         what = f"{block.everywhere} bytes for each of {partitions} partitions"
     else:
         needed, free_bytes = num_blocks * block.on_a_device, device_bytes - weights.on_a_device

@@ -1,6 +1,7 @@
 """Nothing becomes of anybody, and the machine has more to do than it can: whether anybody is given up all the same."""
 
 import time
+from contextlib import ExitStack
 
 import msgspec
 
@@ -30,7 +31,10 @@ def measure(deployment: Deployment, lasts_s: float, seed: int) -> Calm:
     load = Load([deployment.url(gateway) for gateway in deployment.gateways], NUM_CLIENTS, PATIENCE_S)
     watches = [Watch(deployment, gateway) for gateway in deployment.gateways]
     begun_s = time.monotonic()
-    with watches[0].running(), watches[1].running(), load.running(seed):
+    with ExitStack() as running:
+        for watch in watches:
+            running.enter_context(watch.running())
+        running.enter_context(load.running(seed))
         time.sleep(lasts_s)  # what is measured
         over_s = time.monotonic()
     asked = load.asked

@@ -23,16 +23,20 @@ def stopped(machine: Machine, pids: Pids) -> Iterator[None]:
     """Whoever watches it ends it, or else who measures does, as an operator would."""
     del machine
     _send(signal.SIGSTOP, pids)
-    yield
-    _send(signal.SIGKILL, pids)
+    try:
+        yield
+    finally:
+        _send(signal.SIGKILL, pids)
 
 
 def paused(machine: Machine, pids: Pids) -> Iterator[None]:
     """Goes on after it; whoever gave it up meanwhile may have ended it."""
     del machine
     _send(signal.SIGSTOP, pids)
-    yield
-    _send(signal.SIGCONT, pids)
+    try:
+        yield
+    finally:
+        _send(signal.SIGCONT, pids)
 
 
 def slow(machine: Machine, pids: Pids) -> Iterator[None]:
@@ -40,16 +44,20 @@ def slow(machine: Machine, pids: Pids) -> Iterator[None]:
     is_over = threading.Event()
     thread = threading.Thread(target=_hold_back, args=(pids, is_over))
     thread.start()
-    yield
-    is_over.set()
-    thread.join()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()
 
 
 def cut(machine: Machine, pids: Pids) -> Iterator[None]:
     del pids
     machine.cut()
-    yield
-    machine.heal()
+    try:
+        yield
+    finally:
+        machine.heal()
 
 
 FAULTS: Mapping[str, Callable[[Machine, Pids], Iterator[None]]] = {

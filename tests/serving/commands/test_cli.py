@@ -258,18 +258,21 @@ def test_a_port_in_use_is_refused_naming_the_key():
 
 def test_a_range_of_kv_ports_too_short_for_what_listens_on_one_machine_is_refused():
     short, store = ["kv.ports=[20100, 20106]"], ["kv.store.enabled=true", "kv.store.dram_bytes=16777216"]
-    with pytest.raises(ConfigError, match=r"kv\.ports: 8 are needed for 4 workers, 20100 to 20106 are 7"):
-        check_kv_ports_suffice(load_config(None, short), num_workers=4)
-    check_kv_ports_suffice(load_config(None, short), num_workers=3)
-    with pytest.raises(ConfigError, match=r"9 are needed for the store and 2 workers, 20100 to 20106 are 7"):
-        check_kv_ports_suffice(load_config(None, [*short, *store]), num_workers=2)
+    with pytest.raises(ConfigError, match=r"kv\.ports: 8 are needed for 4 processes of workers, 20100 to 20106 are 7"):
+        check_kv_ports_suffice(load_config(None, short), num_processes=4)
+    check_kv_ports_suffice(load_config(None, short), num_processes=3)
+    with pytest.raises(ConfigError, match=r"9 are needed for the store and 2 processes of workers, 20100"):
+        check_kv_ports_suffice(load_config(None, [*short, *store]), num_processes=2)
     for unused in ('mode="aggregated"', 'kv.transport="grpc"'):
-        check_kv_ports_suffice(load_config(None, [*short, *store, unused]), num_workers=9)
+        check_kv_ports_suffice(load_config(None, [*short, *store, unused]), num_processes=9)
 
 
 def test_serve_says_that_the_kv_ports_are_too_few_before_it_starts_a_worker(capsys: pytest.CaptureFixture[str]):
     assert cli.main(["serve", "--set", "kv.ports=[20100, 20102]", "--set", "gateway.port=0"]) == 2
-    assert capsys.readouterr().err == "moonshard: kv.ports: 4 are needed for 2 workers, 20100 to 20102 are 3\n"
+    assert (
+        capsys.readouterr().err
+        == "moonshard: kv.ports: 4 are needed for 2 processes of workers, 20100 to 20102 are 3\n"
+    )
 
 
 def test_serve_says_that_the_key_file_cannot_be_read_before_it_starts_a_worker(

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from moonshard.serving.config.addresses import default_worker_addresses
+from moonshard.serving.config.faults import announced_faults
 from moonshard.serving.config.keys import (
     EMBEDDED_MODEL_NAME,
     Config,
@@ -93,6 +94,23 @@ def test_all_faults_are_reported_together(tmp_path: Path):
 @pytest.mark.parametrize(
     ("override", "fault"),
     [
+        (
+            "worker.gateways=['gateways.local:1']",
+            "worker.host: gateways.local:1 may be another machine, which reaches no worker at 127.0.0.1",
+        ),
+        (
+            "worker={gateways=['localhost:1'], announced_host='0.0.0.0'}",
+            "worker.announced_host: gateways reach no worker at 0.0.0.0; name the address of this machine",
+        ),
+    ],
+)
+def test_a_worker_that_gateways_would_not_reach_is_refused_and_nobody_else(override: str, fault: str):
+    assert announced_faults(load_config(None, [override]).worker) == [fault]
+
+
+@pytest.mark.parametrize(
+    ("override", "fault"),
+    [
         ("gateway.port=true", "gateway.port: expected `int`, got True"),
         ("gateway.port=8000.0", "gateway.port: expected `int`, got 8000.0"),
         ("gateway.queue_timeout_s=nan", "gateway.queue_timeout_s: expected `float` > 0.0, got nan"),
@@ -109,15 +127,7 @@ def test_all_faults_are_reported_together(tmp_path: Path):
         ),
         ("worker.gateways=['host']", "worker.gateways: expected host:port, got 'host'"),
         ("worker.gateways=['localhost:1', 'localhost:1']", "worker.gateways: 'localhost:1' is named twice"),
-        (
-            "worker.gateways=['gateways.local:1']",
-            "worker.host: gateways.local:1 may be another machine, which reaches no worker at 127.0.0.1",
-        ),
         ("worker.announced_host='http://me'", "worker.announced_host: expected a host, got 'http://me'"),
-        (
-            "worker={gateways=['localhost:1'], announced_host='0.0.0.0'}",
-            "worker.announced_host: gateways reach no worker at 0.0.0.0; name the address of this machine",
-        ),
         (
             "gateway={registry='grpc', workers=['127.0.0.1:1']}",
             'gateway.workers: with gateway.registry = "grpc" workers name themselves; leave it empty',
@@ -206,9 +216,10 @@ def test_gateways_elsewhere_reach_no_worker_that_listens_or_says_it_is_on_loopba
     unreached = {"worker.host": ["worker.announced_host=me"]}
     unreached["worker.announced_host"] = ["worker.host=10.0.0.1", "worker.announced_host=localhost"]
     for key, told in unreached.items():
-        (fault,) = faults(None, *elsewhere, *told)
+        (fault,) = announced_faults(load_config(None, [*elsewhere, *told]).worker)
         assert fault.startswith(f"{key}: gateways.local:1 may be another machine")
-    assert load_config(None, [*elsewhere, "worker.host=0.0.0.0", "worker.announced_host=me"])
+    reached = load_config(None, [*elsewhere, "worker.host=0.0.0.0", "worker.announced_host=me"])
+    assert not announced_faults(reached.worker)
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])

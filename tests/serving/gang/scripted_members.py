@@ -1,7 +1,7 @@
 """Each end of a gang's stream by itself: a leader on loopback, and followers that say what a test has them say."""
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 
 import grpc
@@ -14,20 +14,25 @@ from moonshard.serving.gang.follower import METHOD
 from moonshard.serving.gang.leader import SERVICE, Gang
 from tests.dialling import own_key, port_of
 
-MADE_OF = {"role": "both", "version of the code": "1", "configuration": "2", "checkpoint": "3"}
+MADE_OF = {"role": "both", "version of the code": "1", "kv.num_blocks": "2", "checkpoint": "3"}
 HANG_S = 30.0
 
 
 @asynccontextmanager
 async def leading(
-    num_members: int, *, timeout_s: float = HANG_S, num_drawing: int | None = None
+    num_members: int,
+    *,
+    timeout_s: float = HANG_S,
+    num_drawing: int | None = None,
+    on_leaving: Callable[[], None] = lambda: None,
 ) -> AsyncIterator[tuple[Gang, str]]:
     """A gang without its model, and where it listens."""
 
     async def made_of() -> dict[str, str]:
         return MADE_OF
 
-    gang = Gang(num_members, asyncio.create_task(made_of()), timeout_s=timeout_s, num_drawing=num_drawing)
+    own = asyncio.create_task(made_of())
+    gang = Gang(num_members, own, timeout_s=timeout_s, num_drawing=num_drawing, on_leaving=on_leaving)
     server = build_server(
         host="127.0.0.1",
         port=0,
@@ -60,8 +65,8 @@ class ScriptedFollower:
         hello = link_pb2.FollowerHello(protocol_version=protocol_version, member=member, made_of=made_of)
         await self.say(hello=hello)
 
-    async def ready(self) -> None:
-        await self.say(ready=link_pb2.FollowerReady())
+    async def ready(self, loaded_as: Mapping[str, str] | None = None) -> None:
+        await self.say(ready=link_pb2.FollowerReady(loaded_as=loaded_as))
 
     async def hears(self, what: str) -> link_pb2.LeaderMessage:
         """The next message of that kind."""

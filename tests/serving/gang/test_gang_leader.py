@@ -22,7 +22,8 @@ LONG_S = 20.0
 async def test_a_follower_that_is_unlike_is_refused_by_what_it_has_another_of(what: str):
     async with leading(2) as (gang, address), following(address) as follower:
         await follower.hello(1, {**MADE_OF, what: "another"})
-        assert await follower.ending() == (grpc.StatusCode.FAILED_PRECONDITION, f"member 1 has another {what}")
+        told = f"{what} (another instead of {MADE_OF[what]})" if "." in what else what  # a key is told with its values
+        assert await follower.ending() == (grpc.StatusCode.FAILED_PRECONDITION, f"member 1 has another {told}")
         assert not gang.failed.done()  # a like one may still come
 
 
@@ -114,7 +115,7 @@ async def test_a_follower_that_says_nothing_is_noticed_and_named():
     async with AsyncExitStack() as stack:
         gang, (first, _) = await a_gang(stack, 3, 1.0)
         beating = asyncio.create_task(beats(first))
-        assert await fault_of(gang) == "nothing came from member 2 of the gang for 1 s"
+        assert await fault_of(gang) == "nothing came from member 2 of the gang for 1 s (worker.gang_timeout_s)"
         beating.cancel()
 
 
@@ -123,21 +124,72 @@ async def test_a_follower_that_beats_and_finishes_no_step_is_noticed_and_named()
         gang, followers = await a_gang(stack, 3, 1.0)
         beating = [asyncio.create_task(beats(follower)) for follower in followers]
         gang.tell(link_pb2.LeaderMessage(step=link_pb2.GangStep(number=0)))
+        gang.done(0, b"")
         await followers[0].hears("step")
         await followers[0].say(done=link_pb2.FollowerDone(number=0))
-        assert await fault_of(gang) == "member 2 of the gang finished no step for 1 s"
+        assert (await fault_of(gang)).startswith("member 2 of the gang finished no step for 1 s")
         for task in beating:
             task.cancel()
+
+
+async def test_a_leader_whose_own_device_hangs_is_noticed_though_it_beats():
+    async with AsyncExitStack() as stack:
+        gang, [follower] = await a_gang(stack, 2, 1.0)
+        beating = asyncio.create_task(beats(follower))
+        gang.tell(link_pb2.LeaderMessage(step=link_pb2.GangStep(number=0)))
+        await follower.say(done=link_pb2.FollowerDone(number=0))
+        assert (await fault_of(gang)).startswith("the leader of the gang finished no step for 1 s")
+        beating.cancel()
+
+
+async def test_nobody_is_stuck_in_a_step_whose_masks_the_leader_does_not_know_yet():
+    async with AsyncExitStack() as stack:
+        gang, [follower] = await a_gang(stack, 2, 0.5)
+        beating = asyncio.create_task(beats(follower))
+        gang.tell(link_pb2.LeaderMessage(step=link_pb2.GangStep(number=0, is_masked=True)))
+        await asyncio.wait({gang.failed}, timeout=1.5)
+        assert not gang.failed.done()
+        gang.tell(link_pb2.LeaderMessage(masks=link_pb2.GangMasks(sequence=1)))
+        gang.done(0, b"")
+        assert (await fault_of(gang)).startswith("member 1 of the gang finished no step for 0.5 s")
+        beating.cancel()
+
+
+async def test_a_follower_that_is_told_to_end_has_the_leader_told():
+    told = asyncio.Event()
+    async with leading(2, on_leaving=told.set) as (gang, address), following(address, 1) as follower:
+        await gang.gather(LONG_S)
+        await follower.say(leaving=link_pb2.FollowerLeaving())
+        await told.wait()
+        assert not gang.failed.done()
+
+
+async def test_members_that_have_loaded_something_else_are_named_and_so_is_what_it_is():
+    async with leading(3) as (gang, address), following(address, 1) as first, following(address, 2) as second:
+        await gang.gather(LONG_S)
+        await first.ready({"number of blocks": "7"})
+        await second.ready({"number of blocks": "6"})
+        await gang.wait_ready(LONG_S)
+        with pytest.raises(ConfigError, match="member 2 of the gang has loaded another number of blocks"):
+            gang.check_alike({"number of blocks": "7"})
+
+
+async def test_who_waits_for_a_member_that_was_refused_hears_why_in_the_end():
+    async with leading(2) as (gang, address), following(address) as follower:
+        await follower.hello(1, {**MADE_OF, "kv.num_blocks": "3"})
+        await follower.ending()
+        with pytest.raises(ConfigError, match=r"refused: member 1 has another kv\.num_blocks \(3 instead of 2\)"):
+            await gang.gather(JOIN_S)
 
 
 async def test_members_that_draw_unlike_tokens_end_the_gang_and_are_told_apart():
     async with AsyncExitStack() as stack:
         gang, (first, second) = await a_gang(stack, 3, LONG_S)
         for number in range(3):
-            gang.drew(number, b"same")
+            gang.done(number, b"same")
             for follower in (first, second):
                 await follower.say(done=link_pb2.FollowerDone(number=number, drawn=b"same"))
-        gang.drew(3, b"one")
+        gang.done(3, b"one")
         await first.say(done=link_pb2.FollowerDone(number=3, drawn=b"one"))
         await second.say(done=link_pb2.FollowerDone(number=3, drawn=b"another"))
         told = await fault_of(gang)
@@ -154,7 +206,7 @@ async def test_members_without_the_last_stage_are_not_waited_for_to_draw():
     ):
         await gang.gather(LONG_S)
         for number in range(3):
-            gang.drew(number, b"same")
+            gang.done(number, b"same")
             await second.say(done=link_pb2.FollowerDone(number=number))
             await first.say(done=link_pb2.FollowerDone(number=number, drawn=b"same"))
         await first.ready()

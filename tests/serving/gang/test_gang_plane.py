@@ -180,6 +180,16 @@ async def test_lands_of_a_ticket_take_its_blocks_one_after_another():
         to.parts[1].payload(TICKET, 1)
 
 
+async def test_a_follower_that_carries_out_one_order_after_another_is_at_no_fault_for_the_last():
+    told: list[link_pb2.GangOrder] = []
+    orders = Orders(2, told.append)
+    asked = [orders.ask(link_pb2.GangOrder(copy_out=link_pb2.KvCopyOut())) for _ in range(4)]
+    for order in told:
+        assert not any(orders.look(2.0) for _ in range(LOOKS_PER_TIMEOUT))
+        orders.answered(1, link_pb2.FollowerAnswer(number=order.number, copied=link_pb2.KvCopied()))
+    assert all(each.done() for each in asked)
+
+
 async def test_a_silent_follower_is_noticed_by_looks_and_a_write_may_last():
     network = InprocNetwork()
     source, to = members(network, TENSOR), members(network, DATA)

@@ -1,6 +1,7 @@
 """A step comes out of the wire as it went in, and one that is changed, lost, doubled or out of turn is noticed."""
 
-from dataclasses import replace
+import threading
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -8,11 +9,30 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moonshard.rpc import link_pb2
-from moonshard.serving.engine.steps import Step, StepKind
-from moonshard.serving.gang.steps import GangDiverged, KnownMasks, StepChain, step_from, step_message
+from moonshard.serving.engine.steps import DrawMasks, Step, StepKind
+from moonshard.serving.gang.steps import (
+    AwaitedMasks,
+    GangDiverged,
+    Link,
+    StepChain,
+    ToldMasks,
+    step_from,
+    step_message,
+)
 
 NUM_WORDS = 3
 _numbers = st.integers(-(2**31), 2**31 - 1)
+
+
+@dataclass(frozen=True)
+class Masks(DrawMasks):
+    words: np.ndarray
+
+    def __call__(self) -> np.ndarray:
+        return self.words
+
+    def tell(self, tokens: np.ndarray, num_emitted: np.ndarray) -> None:
+        raise AssertionError("nothing is drawn here")
 
 
 @st.composite
@@ -25,7 +45,7 @@ def steps(draw: st.DrawFn, num_partitions: int) -> Step:
     def maybe() -> np.ndarray | None:
         return rows() if draw(st.booleans()) else None
 
-    masks = KnownMasks(rows(np.uint32, 4, NUM_WORDS)) if draw(st.booleans()) else None
+    masks = Masks(rows(np.uint32, 4, NUM_WORDS)) if draw(st.booleans()) else None
     return Step(
         number=draw(_numbers),
         kind=draw(st.sampled_from(StepKind)),
@@ -54,7 +74,23 @@ def test_a_follower_launches_what_the_leader_launches(given_: tuple[int, Step]):
     num_partitions, step = given_
     encoded = step_message(step).SerializeToString()
     found = step_from(link_pb2.GangStep.FromString(encoded), num_partitions=num_partitions, num_words=NUM_WORDS)
+    assert (found.allowed is None) == (step.allowed is None)
+    if isinstance(found.allowed, AwaitedMasks) and step.allowed is not None:
+        told: list[bytes] = []
+        ToldMasks(step.allowed, lambda words: told.append(words.tobytes()))()
+        found.allowed.put(link_pb2.GangMasks(allowed=told[0]))
     assert as_told(found) == as_told(step)
+
+
+def test_whoever_needs_masks_that_have_not_come_waits_for_them():
+    masks, found = AwaitedMasks(NUM_WORDS), list[list[int]]()
+    waiting = threading.Thread(target=lambda: found.append(masks().ravel().tolist()))
+    waiting.start()
+    waiting.join(0.05)
+    assert not found
+    masks.put(link_pb2.GangMasks(allowed=np.arange(6, dtype=np.uint32).tobytes()))
+    waiting.join(10)
+    assert found == [[0, 1, 2, 3, 4, 5]]
 
 
 def test_blocks_that_only_the_leader_has_cannot_be_landed():
@@ -64,39 +100,46 @@ def test_blocks_that_only_the_leader_has_cannot_be_landed():
     assert step_message(replace(land, ticket=0)).ticket == 0
 
 
-def sealed(num_steps: int) -> list[bytes]:
-    chain, found = StepChain(), []
+def sealed(num_steps: int) -> list[Link]:
+    """Every second one with masks."""
+    chain, found = StepChain(), list[Link]()
     for number in range(num_steps):
-        message = link_pb2.GangStep(number=number, kind="decode", metadata=bytes([number]))
-        chain.seal(message)
-        found.append(message.SerializeToString())
+        step = link_pb2.GangStep(number=number, kind="decode", metadata=bytes([number]), is_masked=number % 2 == 1)
+        masks = [link_pb2.GangMasks(allowed=bytes([number] * 4))] if step.is_masked else []
+        for message in (step, *masks):
+            chain.seal(message)
+            found.append(message)
     return found
 
 
-def follow(told: list[bytes]) -> None:
+def follow(told: list[Link]) -> None:
     chain = StepChain()
-    for encoded in told:
-        chain.check(link_pb2.GangStep.FromString(encoded))
+    for message in told:
+        chain.check(type(message).FromString(message.SerializeToString()))
 
 
-def test_steps_in_their_order_are_followed():
+def test_steps_and_masks_in_their_order_are_followed():
     follow(sealed(5))
 
 
 @pytest.mark.parametrize("wrong", ["lost", "doubled", "swapped", "changed", "of another gang"])
-def test_a_member_that_was_told_otherwise_notices(wrong: str):
+@pytest.mark.parametrize("which", range(1, 6))
+def test_a_member_that_was_told_otherwise_notices(wrong: str, which: int):
     told = sealed(5)
-    if wrong == "lost":
-        del told[2]
-    elif wrong == "doubled":
-        told.insert(2, told[2])
-    elif wrong == "swapped":
-        told[2], told[3] = told[3], told[2]
-    elif wrong == "changed":
-        changed = link_pb2.GangStep.FromString(told[2])
-        changed.bucket += 1
-        told[2] = changed.SerializeToString()
-    else:
-        told[3] = link_pb2.GangStep(sequence=3, number=3, kind="decode", digest=b"x" * 16).SerializeToString()
+    match wrong:
+        case "lost":
+            del told[which]
+        case "doubled":
+            told.insert(which, told[which])
+        case "swapped":
+            told[which], told[which + 1] = told[which + 1], told[which]
+        case "changed":
+            changed = told[which]
+            if isinstance(changed, link_pb2.GangMasks):
+                changed.allowed += bytes(4)
+            else:
+                changed.bucket += 1
+        case _:
+            told[which].digest = b"x" * 16
     with pytest.raises(GangDiverged):
         follow(told)

@@ -40,7 +40,8 @@ def test_a_member_that_beats_and_finishes_no_step_is_at_fault():
         watched.heard()
         assert watched.look(TIMEOUT_S) is None
     watched.heard()
-    assert watched.look(TIMEOUT_S) == "it finished no step for 2 s"
+    told = "it finished no step for 2 s (worker.gang_timeout_s; it must be longer than the longest step)"
+    assert watched.look(TIMEOUT_S) == told
 
 
 def test_one_that_has_nothing_to_do_is_well():

@@ -7,8 +7,10 @@ from typing import cast
 import pytest
 
 from moonshard.serving.config.keys import Config, ConfigError, KvConfig, ModelConfig
+from moonshard.serving.config.reading import load_config
 from moonshard.serving.engine.loading.model import LoadedModel
 from moonshard.serving.transfer import transports as kv_transports
+from moonshard.serving.transfer.grpc_stream import SESSION
 from moonshard.serving.transfer.transports import KvTransports
 from moonshard.sharding.layout import BlockShape, Layout, tile_group
 
@@ -30,6 +32,15 @@ def refusal(slab_bytes: int) -> str:
         KvTransports(config, bytes(32)).open_plane(MODEL, port=0)
     (fault,) = raised.value.faults
     return fault
+
+
+@pytest.mark.parametrize(("host", "address"), [("127.0.0.1", "127.0.0.1:7"), ("::1", "[::1]:7")])
+def test_peers_find_a_stream_at_an_address_that_they_can_call(host: str, address: str):
+    config = load_config(None, ["kv.transport=grpc", f"worker.host={host}"])
+    transport = KvTransports(config, bytes(32))._start(7)
+    assert SESSION.fullmatch(transport.session)
+    assert transport.session.startswith(f"grpc://{address}/")
+    transport.close()
 
 
 def test_a_slab_below_a_block_per_partition_is_refused_by_its_key():

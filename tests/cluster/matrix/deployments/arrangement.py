@@ -1,7 +1,7 @@
 """What the fault matrix is measured on, all with a spare for every worker.
 
 `GANGS`: two prefill and two decode workers of two processes each. `STORE`: two workers that keep blocks in Mooncake
-Store, whose master is elsewhere; gangs have no store. `RAY`: two gangs that do both, each on a node of Ray's, with a
+Store, whose master is elsewhere. `RAY`: two gangs that do both, each on a node of Ray's, with a
 node to spare; `serve` has one gateway.
 """
 

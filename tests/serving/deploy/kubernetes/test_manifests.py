@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from moonshard.serving.config.faults import has_mooncake
-from moonshard.serving.config.faults import has_kv_stream
+from moonshard.serving.config.faults import has_kv_stream, has_mooncake
 from moonshard.serving.config.keys import command_of, roles_of
 from moonshard.serving.config.reading import load_config_for_others
 from moonshard.serving.deploy.children.limits import limits_of

@@ -16,6 +16,25 @@ KEY = "0123456789abcdef" * 4
 TENANTS = f'[keys]\n"{"5" * 64}" = "my-team"\n'
 
 
+README = Path(__file__).parents[4] / "README.md"
+
+
+@needs_openssl
+def test_the_deployment_that_the_readme_shows_can_run(tmp_path: Path):
+    """With the command that it shows."""
+    section = README.read_text().partition("## In a Kubernetes cluster")[2]
+    command, deployment = (section.partition(f"```{kind}\n")[2].partition("```")[0] for kind in ("sh", "toml"))
+    (tmp_path / "deployment.toml").write_text(deployment)
+    (tmp_path / "cluster.key").write_text(KEY)
+    (tmp_path / "cluster.key").chmod(0o600)
+    Authority(tmp_path, "ca").issue("pods")
+    words = command.replace("\\\n", " ").split()
+    assert words[:2] == ["moonshard", "manifests"]
+    moved = {"deployment.toml": str(tmp_path / "deployment.toml"), "manifests": str(tmp_path / "manifests")}
+    assert cli.main([words[1], *(moved.get(word, word) for word in words[2:])]) == 0
+    assert (tmp_path / "manifests").is_dir()
+
+
 @pytest.fixture
 def secrets(tmp_path: Path) -> dict[str, Path]:
     """The files of a configuration's secrets, by key."""

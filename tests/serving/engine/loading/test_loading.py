@@ -109,6 +109,18 @@ def test_the_memory_of_a_machine_holds_every_device_s_copy_of_a_block(monkeypatc
     assert size(config(num_blocks=8, decode=on(rules=BY_TOKENS)))[1].blocks_per_partition == 8
 
 
+def test_of_a_worker_on_two_machines_each_holds_its_share_and_the_least_of_all_counts(monkeypatch: pytest.MonkeyPatch):
+    decode, block_bytes = DecodeConfig(max_slots=6, mesh=MeshShape(data=2, tensor=2)), 49152
+    monkeypatch.setattr(sizes, "free_memory_bytes", lambda: 2 * 8 * block_bytes)
+    monkeypatch.setattr(sizes, "share_here", lambda timeout_s: 0.5)
+    assert size(config(num_blocks=None, decode=decode))[1].blocks_per_partition == 4
+    assert size(config(num_blocks=8, decode=decode))[1].blocks_per_partition == 8
+    with pytest.raises(ConfigError, match="9 blocks of"):
+        size(config(num_blocks=9, decode=decode))
+    monkeypatch.setattr(sizes, "told_by_all", lambda what, own, timeout_s: [own, "3"])
+    assert size(config(num_blocks=None, decode=decode))[1].blocks_per_partition == 3
+
+
 def test_a_device_with_memory_of_its_own_holds_only_its_partition_its_layers_and_its_tokens(
     monkeypatch: pytest.MonkeyPatch,
 ):
