@@ -39,6 +39,7 @@ if TYPE_CHECKING:  # what needs jax is imported once all members are there
     from moonshard.serving.transfer.plane import KvPlane
 
 METHOD = f"/{link_pb2.DESCRIPTOR.services_by_name['Gang'].full_name}/Follow"
+MAX_LOGGED = 20  # reasons
 RETRY_S = 0.1  # while the leader is not there
 OTHERS_MISSING = "others than this member were missing"
 CLOSE_S = 4.0  # for tiers, at the end: less than the leader waits for this process
@@ -97,16 +98,17 @@ async def _meet_leader(config: Config, member: Member, own: dict[str, str]) -> t
 
 @dataclass(slots=True)
 class Trouble:
-    """What keeps a member from joining, logged as often as it becomes another."""
+    """What keeps a member from joining, each reason logged once."""
 
     member: Member
     last: str = OTHERS_MISSING
+    logged: set[str] = field(default_factory=set[str])
 
     def note(self, what: str) -> None:
-        told = f"{self.member.leader} was not joined: {what}"
-        if told != self.last:
-            logger.warning("%s; it is asked again", told)
-        self.last = told
+        self.last = f"{self.member.leader} was not joined: {what}"
+        if what not in self.logged and len(self.logged) < MAX_LOGGED:
+            logger.warning("%s; it is asked again", self.last)
+        self.logged.add(what)
 
 
 async def _join(

@@ -13,7 +13,7 @@ import logging
 import os
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from moonshard.rpc import link_pb2
 from moonshard.rpc.addresses import host_port
@@ -24,7 +24,7 @@ from moonshard.serving.config.tls import link_credentials, server_tls
 from moonshard.serving.deploy.device_process import begin_device_process
 from moonshard.serving.deploy.heap import importing, keep_for_life
 from moonshard.serving.deploy.life import FAILED_EXIT_CODE, Life, stop_signals
-from moonshard.serving.deploy.startup import STARTUP_EXIT_CODE, ProcessStart
+from moonshard.serving.deploy.startup import STARTUP_EXIT_CODE, ProcessStart, startup_message
 from moonshard.serving.deploy.status_pipe import Status
 from moonshard.serving.gang.leader import Gang
 from moonshard.serving.gang.members import GangFault, Member, end_at_once, made_of, meet, num_drawing
@@ -153,18 +153,25 @@ async def _loaded(
             return None
         await gang.wait_ready(config.worker.gang_join_timeout_s)
         return loaded.led_by(gang)
+    except Exception as error:
+        _end_start(error, life)
     finally:
-        ending.cancel()  # else what became of this member would be told as what the others then say
+        ending.cancel()
 
 
 async def _end_with(gang: Gang, life: Life) -> None:
     """While the model is loaded, on a thread that may wait for a member that is gone."""
     await asyncio.wait({gang.failed})
-    error = gang.failed.exception()
-    message, code = str(error), STARTUP_EXIT_CODE if isinstance(error, ConfigError) else FAILED_EXIT_CODE
-    if code == STARTUP_EXIT_CODE:
-        life.status("failed", {"message": message, "exit_code": code})
-    end_at_once(code, message)
+    _end_start(gang.failed.exception() or AssertionError("a gang that ended"), life)
+
+
+def _end_start(error: BaseException, life: Life) -> NoReturn:
+    """At once: the others end when they hear of it, and what they say then must not come first."""
+    if (message := startup_message(error)) is None:
+        logger.error("%s; the gang ends", error, exc_info=None if isinstance(error, GangFault) else error)
+        end_at_once(FAILED_EXIT_CODE)
+    life.status("failed", {"message": message, "exit_code": STARTUP_EXIT_CODE})
+    end_at_once(STARTUP_EXIT_CODE, message)
 
 
 async def _gathered(gang: Gang, config: Config, life: Life) -> Meeting | None:
