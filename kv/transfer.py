@@ -11,7 +11,7 @@ reach. The manifest, which cells are free and when a cell may be used again are 
 import enum
 import threading
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
@@ -94,6 +94,16 @@ class PublishResult:
     num_transfers: int
     duration_s: float
 
+    @classmethod
+    def of_all(cls, results: Iterable["PublishResult"]) -> "PublishResult":
+        """Of several that were made at once, or of none."""
+        results = list(results)
+        return cls(
+            num_bytes=sum(result.num_bytes for result in results),
+            num_transfers=sum(result.num_transfers for result in results),
+            duration_s=max((result.duration_s for result in results), default=0.0),
+        )
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TransportCounters:
@@ -103,6 +113,17 @@ class TransportCounters:
     num_transfers: int
     busy_s: float  # summed over publishes, also where they overlap
     num_failures: Mapping[FailureCause, int]
+
+    def __add__(self, other: "TransportCounters") -> "TransportCounters":
+        causes = {*self.num_failures, *other.num_failures}
+        return TransportCounters(
+            num_bytes=self.num_bytes + other.num_bytes,
+            num_transfers=self.num_transfers + other.num_transfers,
+            busy_s=self.busy_s + other.busy_s,
+            num_failures={
+                cause: self.num_failures.get(cause, 0) + other.num_failures.get(cause, 0) for cause in causes
+            },
+        )
 
 
 @runtime_checkable

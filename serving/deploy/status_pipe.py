@@ -1,4 +1,4 @@
-"""The child's end of supervision: it says how far it is, and does not outlive the process that started it.
+"""What a child and its supervisor say to each other, in either direction, and how a child ends with it.
 
 Status goes as JSON lines over an inherited pipe, never over stdout or stderr, which belong to people. The events:
 `progress` {message}, `listening` {address} or {http (a URL), grpc}, `timings` {timings, as `deploy.timings` tells

@@ -10,6 +10,7 @@ write into them, this is found by its checksum, and the handoff fails.
 
 import asyncio
 from collections.abc import Coroutine, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -47,16 +48,7 @@ class GangPlane:
 
     @property
     def counters(self) -> TransportCounters:
-        own, others = self._own.counters, self._meter.read()
-        causes = {*own.num_failures, *others.num_failures}
-        return TransportCounters(
-            num_bytes=own.num_bytes + others.num_bytes,
-            num_transfers=own.num_transfers + others.num_transfers,
-            busy_s=own.busy_s + others.busy_s,
-            num_failures={
-                cause: own.num_failures.get(cause, 0) + others.num_failures.get(cause, 0) for cause in causes
-            },
-        )
+        return self._own.counters + self._meter.read()
 
     async def stage(
         self, ticket: int, partition: int, cells: Sequence[int], pages: np.ndarray, pieces: tuple[Tile, ...]
@@ -88,12 +80,7 @@ class GangPlane:
         failures = [result for result in (own, *results) if isinstance(result, BaseException)]
         if failures:
             raise worst_of(failures)
-        done = [result for result in (own, *results) if isinstance(result, PublishResult)]
-        return PublishResult(
-            num_bytes=sum(result.num_bytes for result in done),
-            num_transfers=sum(result.num_transfers for result in done),
-            duration_s=max(result.duration_s for result in done),
-        )
+        return PublishResult.of_all(result for result in (own, *results) if isinstance(result, PublishResult))
 
     async def copy_out(
         self,
@@ -178,12 +165,4 @@ def _joined(own: Endpoint, members: Sequence[link_pb2.FollowerReady], num_partit
     owners = [shard.owner for shard in own.layout.groups[0].shards]
     if missing := {Place(p, owner) for p in range(num_partitions) for owner in owners} - regions.keys():
         raise GangFault(f"no member of the gang has the KV of {min(missing)}")
-    return Endpoint(
-        transport=own.transport,
-        session=own.session,
-        num_cells=own.num_cells,
-        regions=regions,
-        sessions=sessions,
-        layout=own.layout,
-        fingerprint=own.fingerprint,
-    )
+    return replace(own, regions=regions, sessions=sessions)

@@ -16,7 +16,7 @@ from moonshard.serving.engine.steps import DrawMasks, Step, StepKind
 
 DIGEST_BYTES = 16
 
-type Link = link_pb2.GangStep | link_pb2.GangMasks
+type Sealed = link_pb2.GangStep | link_pb2.GangMasks
 
 
 class GangDiverged(Exception):
@@ -64,20 +64,20 @@ class StepChain:
         self._num_told = 0
         self._digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
 
-    def seal(self, message: Link) -> None:
+    def seal(self, message: Sealed) -> None:
         """Gives the next one its number and the digest of all."""
         message.sequence = self._num_told
         message.digest = self._fed(message)
 
-    def check(self, message: Link) -> None:
+    def check(self, message: Sealed) -> None:
         """GangDiverged where it is not the next one, or those before it were others."""
         told, expected = message.digest, self._num_told
         if message.sequence != expected:
-            raise GangDiverged(f"step {message.sequence} came where {expected} was to come")
+            raise GangDiverged(f"message {message.sequence} came where {expected} was to come")
         if self._fed(message) != told:
-            raise GangDiverged(f"step {message.sequence}, or one before it, is another one than was told")
+            raise GangDiverged(f"message {message.sequence}, or one before it, is another one than was told")
 
-    def _fed(self, message: Link) -> bytes:
+    def _fed(self, message: Sealed) -> bytes:
         message.ClearField("digest")
         self._digest.update(message.SerializeToString(deterministic=True))
         self._num_told += 1

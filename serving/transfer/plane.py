@@ -193,13 +193,8 @@ class KvPlane:
             await asyncio.wait(writes)
         if failures := [failure for write in writes if (failure := write.exception()) is not None]:
             raise worst_of(failures)
-        results = [write.result() for write in writes]
         await self._run(len(cells) * self.block_bytes, self.clear, partition, cells)
-        return PublishResult(
-            num_bytes=sum(result.num_bytes for result in results),
-            num_transfers=sum(result.num_transfers for result in results),
-            duration_s=max((result.duration_s for result in results), default=0.0),
-        )
+        return PublishResult.of_all(write.result() for write in writes)
 
     async def copy_out(
         self,

@@ -13,7 +13,7 @@ from moonshard.serving.engine.steps import DrawMasks, Step, StepKind
 from moonshard.serving.gang.steps import (
     AwaitedMasks,
     GangDiverged,
-    Link,
+    Sealed,
     StepChain,
     ToldMasks,
     step_from,
@@ -100,9 +100,9 @@ def test_blocks_that_only_the_leader_has_cannot_be_landed():
     assert step_message(replace(land, ticket=0)).ticket == 0
 
 
-def sealed(num_steps: int) -> list[Link]:
+def sealed(num_steps: int) -> list[Sealed]:
     """Every second one with masks."""
-    chain, found = StepChain(), list[Link]()
+    chain, found = StepChain(), list[Sealed]()
     for number in range(num_steps):
         step = link_pb2.GangStep(number=number, kind="decode", metadata=bytes([number]), is_masked=number % 2 == 1)
         masks = [link_pb2.GangMasks(allowed=bytes([number] * 4))] if step.is_masked else []
@@ -112,7 +112,7 @@ def sealed(num_steps: int) -> list[Link]:
     return found
 
 
-def follow(told: list[Link]) -> None:
+def follow(told: list[Sealed]) -> None:
     chain = StepChain()
     for message in told:
         chain.check(type(message).FromString(message.SerializeToString()))

@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
-import psutil
 
 from moonshard.rpc import link_pb2
 from moonshard.serving.config.keys import workers_of
@@ -101,10 +100,6 @@ class Apart:
 
     def machine(self, name: str) -> Machine:
         return self._commands.machines[name]
-
-    def process(self, name: str) -> psutil.Process:
-        """The present process of a role. IndexError where there is none."""
-        return self.machine(name).processes()[0]
 
     def worker_address(self, name: str) -> str:
         return self._commands.address(name)

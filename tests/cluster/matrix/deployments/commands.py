@@ -50,12 +50,7 @@ class ApartCommands:
         registries = tuple(f"{self.machines[name].address}:{PORTS['gateway.registry_port']}" for name in GATEWAYS)
         self._config = replace(config, worker=replace(config.worker, gateways=registries))
         if self._has_store:
-            client, master = (
-                f"{self.machines[STORE].address}:{STORE_PORT}",
-                f"{self.machines[MASTER].address}:{MASTER_PORT}",
-            )
-            store = replace(config.kv.store, client=client, master=master)
-            self._config = replace(self._config, kv=replace(config.kv, store=store, host=self.machines[STORE].address))
+            self._config = replace(self._config, kv=self._with_store(config.kv))
 
     def address(self, worker: str) -> str:
         return f"{self.machines[worker].address}:{self._ports[worker]}"
