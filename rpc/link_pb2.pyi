@@ -949,14 +949,18 @@ class GangStep(_message.Message):
     def __init__(self, sequence: _Optional[int] = ..., digest: _Optional[bytes] = ..., number: _Optional[int] = ..., kind: _Optional[str] = ..., bucket: _Optional[int] = ..., metadata: _Optional[bytes] = ..., sampling: _Optional[bytes] = ..., scoring: _Optional[bytes] = ..., guessing: _Optional[bytes] = ..., is_masked: _Optional[bool] = ..., num_ahead: _Optional[int] = ..., partition: _Optional[int] = ..., num_blocks: _Optional[int] = ..., ticket: _Optional[int] = ...) -> None: ...
 
 class GangMasks(_message.Message):
-    __slots__ = ("sequence", "digest", "allowed")
+    __slots__ = ("sequence", "digest", "num_rows", "rows", "allowed")
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     DIGEST_FIELD_NUMBER: _ClassVar[int]
+    NUM_ROWS_FIELD_NUMBER: _ClassVar[int]
+    ROWS_FIELD_NUMBER: _ClassVar[int]
     ALLOWED_FIELD_NUMBER: _ClassVar[int]
     sequence: int
     digest: bytes
+    num_rows: int
+    rows: _containers.RepeatedScalarFieldContainer[int]
     allowed: bytes
-    def __init__(self, sequence: _Optional[int] = ..., digest: _Optional[bytes] = ..., allowed: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, sequence: _Optional[int] = ..., digest: _Optional[bytes] = ..., num_rows: _Optional[int] = ..., rows: _Optional[_Iterable[int]] = ..., allowed: _Optional[bytes] = ...) -> None: ...
 
 class GangOrder(_message.Message):
     __slots__ = ("number", "stage", "publish", "copy_out", "clear", "drop")

@@ -8,7 +8,7 @@ from moonshard.rpc import link_pb2
 from moonshard.serving.engine.programs import Drawn, Launched, Programs
 from moonshard.serving.engine.steps import Step
 from moonshard.serving.gang.leader import Gang
-from moonshard.serving.gang.steps import StepChain, ToldMasks, digest_of, step_message
+from moonshard.serving.gang.steps import StepChain, ToldMasks, digest_of, masks_message, step_message
 
 
 class GangExecutor:
@@ -29,7 +29,7 @@ class GangExecutor:
         return self._programs.launch(step)
 
     def _tell_masks(self, words: np.ndarray) -> None:
-        message = link_pb2.GangMasks(allowed=words.tobytes())
+        message = masks_message(words)
         self._chain.seal(message)
         self._gang.tell(link_pb2.LeaderMessage(masks=message))
 

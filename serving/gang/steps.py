@@ -12,6 +12,7 @@ from concurrent.futures import Future
 import numpy as np
 
 from moonshard.rpc import link_pb2
+from moonshard.serving.constrained.masks import ANY_TOKEN
 from moonshard.serving.engine.steps import DrawMasks, Step, StepKind
 
 DIGEST_BYTES = 16
@@ -48,13 +49,21 @@ class AwaitedMasks(DrawMasks):
         self._words = Future[np.ndarray]()
 
     def put(self, message: link_pb2.GangMasks) -> None:
-        self._words.set_result(np.frombuffer(message.allowed, np.uint32).reshape(-1, self._num_words))
+        words = np.full((message.num_rows, self._num_words), ANY_TOKEN, np.uint32)
+        words[list(message.rows)] = np.frombuffer(message.allowed, np.uint32).reshape(-1, self._num_words)
+        self._words.set_result(words)
 
     def __call__(self) -> np.ndarray:
         return self._words.result()
 
     def tell(self, tokens: np.ndarray, num_emitted: np.ndarray) -> None:
         """Only the leader's masks follow what is drawn."""
+
+
+def masks_message(words: np.ndarray) -> link_pb2.GangMasks:
+    """Of masks [draws, words]. Few rows are constrained, each as long as the vocabulary: only these are told."""
+    rows = np.flatnonzero((words != ANY_TOKEN).any(axis=1))
+    return link_pb2.GangMasks(num_rows=len(words), rows=rows, allowed=words[rows].tobytes())
 
 
 class StepChain:

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moonshard.rpc import link_pb2
+from moonshard.serving.constrained.masks import ANY_TOKEN
 from moonshard.serving.engine.steps import DrawMasks, Step, StepKind
 from moonshard.serving.gang.steps import (
     AwaitedMasks,
@@ -16,6 +17,7 @@ from moonshard.serving.gang.steps import (
     Sealed,
     StepChain,
     ToldMasks,
+    masks_message,
     step_from,
     step_message,
 )
@@ -45,7 +47,9 @@ def steps(draw: st.DrawFn, num_partitions: int) -> Step:
     def maybe() -> np.ndarray | None:
         return rows() if draw(st.booleans()) else None
 
-    masks = Masks(rows(np.uint32, 4, NUM_WORDS)) if draw(st.booleans()) else None
+    words = rows(np.uint32, 4, NUM_WORDS)
+    words[draw(st.lists(st.booleans(), min_size=4, max_size=4))] = ANY_TOKEN
+    masks = Masks(words) if draw(st.booleans()) else None
     return Step(
         number=draw(_numbers),
         kind=draw(st.sampled_from(StepKind)),
@@ -76,9 +80,9 @@ def test_a_follower_launches_what_the_leader_launches(given_: tuple[int, Step]):
     found = step_from(link_pb2.GangStep.FromString(encoded), num_partitions=num_partitions, num_words=NUM_WORDS)
     assert (found.allowed is None) == (step.allowed is None)
     if isinstance(found.allowed, AwaitedMasks) and step.allowed is not None:
-        told: list[bytes] = []
-        ToldMasks(step.allowed, lambda words: told.append(words.tobytes()))()
-        found.allowed.put(link_pb2.GangMasks(allowed=told[0]))
+        told: list[np.ndarray] = []
+        ToldMasks(step.allowed, told.append)()
+        found.allowed.put(link_pb2.GangMasks.FromString(masks_message(told[0]).SerializeToString()))
     assert as_told(found) == as_told(step)
 
 
@@ -88,7 +92,7 @@ def test_whoever_needs_masks_that_have_not_come_waits_for_them():
     waiting.start()
     waiting.join(0.05)
     assert not found
-    masks.put(link_pb2.GangMasks(allowed=np.arange(6, dtype=np.uint32).tobytes()))
+    masks.put(masks_message(np.arange(6, dtype=np.uint32).reshape(2, NUM_WORDS)))
     waiting.join(10)
     assert found == [[0, 1, 2, 3, 4, 5]]
 
@@ -98,6 +102,17 @@ def test_blocks_that_only_the_leader_has_cannot_be_landed():
     with pytest.raises(ValueError, match="by itself"):
         step_message(land)
     assert step_message(replace(land, ticket=0)).ticket == 0
+
+
+def test_rows_that_may_draw_anything_are_not_told():
+    words = np.full((256, NUM_WORDS), ANY_TOKEN, np.uint32)
+    words[7, 1] = 0
+    message = masks_message(words)
+    assert list(message.rows) == [7]
+    assert len(message.allowed) == 4 * NUM_WORDS
+    masks = AwaitedMasks(NUM_WORDS)
+    masks.put(message)
+    assert masks().tolist() == words.tolist()
 
 
 def sealed(num_steps: int) -> list[Sealed]:
