@@ -10,12 +10,11 @@ import numpy as np
 
 from moonshard.kv.store.stack import TierStack
 from moonshard.rpc import link_pb2
-from moonshard.serving.config.keys import Config, WorkerRole, processes_of
+from moonshard.serving.config.keys import Config, WorkerRole
 from moonshard.serving.deploy.startup import ProcessStart
-from moonshard.serving.engine.compiled.store import ProgramStore
 from moonshard.serving.engine.device import DeviceThread, StepDone
 from moonshard.serving.engine.encoder import padded
-from moonshard.serving.engine.loading.model import LoadedModel, Progress, load_model
+from moonshard.serving.engine.loading.model import LoadedModel, Progress
 from moonshard.serving.engine.programs import Drawn, Launched, Programs
 from moonshard.serving.engine.steps import Step, StepKind
 from moonshard.serving.gang.members import loaded_as
@@ -24,7 +23,7 @@ from moonshard.serving.gang.steps import AwaitedMasks, GangDiverged, StepChain, 
 from moonshard.serving.gang.tickets import is_of_tiers
 from moonshard.serving.gang.tiers.part import TierPart
 from moonshard.serving.transfer.plane import KvPlane
-from moonshard.serving.worker.store.opening import open_tiers
+from moonshard.serving.worker.loaded import load_parts
 from moonshard.serving.worker.store.places import TierBlocks
 
 
@@ -35,16 +34,8 @@ def load(
     progress: Progress,
     start: ProcessStart,
 ) -> "Steps":
-    """Raises what `load_model` and `open_plane` raise, and what `progress` does."""
-    store = None if start.programs is None else ProgramStore(start.programs)
-    model = load_model(config, role, progress, timings=start.timings, store=store)
-    with start.timings.phase("kv plane"):
-        plane = None if role == "both" else open_plane(model)
-    tiers = None
-    if config.kv.store.enabled:
-        with start.timings.phase("kv store"):
-            tiers = open_tiers(config.kv.store, role, model, processes_of(config, role))
-    return Steps(model, plane, tiers)
+    """Raises what `load_parts` does."""
+    return Steps(*load_parts(config, role, open_plane, progress, start))
 
 
 @dataclass(frozen=True, slots=True)

@@ -81,22 +81,37 @@ def load(
     """Raises what `load_model`, `open_plane` and `open_tiers` raise, and what `progress` does."""
     compilations = CompilationCounter()
     compilations.start()
-    store = None if start.programs is None else ProgramStore(start.programs)
+    model, plane, stack = load_parts(config, role, open_plane, progress, start, compilations.exempt_this_thread)
+    tiers = None if stack is None else alone(stack, model.layout.groups[0].block, model.shapes.num_partitions)
+    return Loaded(model, plane, tiers, stack, compilations)
+
+
+def load_parts(
+    config: Config,
+    role: WorkerRole,
+    open_plane: Callable[[LoadedModel], KvPlane],
+    progress: Progress,
+    start: ProcessStart,
+    on_thread_ahead: Callable[[], None] = lambda: None,
+) -> tuple[LoadedModel, KvPlane | None, TierStack | None]:
+    """What a process of a worker has, whether it leads or follows: its part of the model, of the KV plane, of tiers.
+
+    `on_thread_ahead`: as of `load_model`. Raises as `load`.
+    """
+    num_processes = processes_of(config, role)
     model = load_model(
         config,
         role,
         progress,
         timings=start.timings,
-        store=store,
-        prepares="all" if processes_of(config, role) > 1 else config.worker.prepare,
-        on_thread_ahead=compilations.exempt_this_thread,
+        store=None if start.programs is None else ProgramStore(start.programs),
+        prepares="all" if num_processes > 1 else config.worker.prepare,
+        on_thread_ahead=on_thread_ahead,
     )
     with start.timings.phase("kv plane"):
         plane = None if role == "both" else open_plane(model)
-    stack = tiers = None
+    stack = None
     if config.kv.store.enabled:
         with start.timings.phase("kv store"):
-            stack = open_tiers(config.kv.store, role, model, processes_of(config, role))
-        if stack is not None:
-            tiers = alone(stack, model.layout.groups[0].block, model.shapes.num_partitions)
-    return Loaded(model, plane, tiers, stack, compilations)
+            stack = open_tiers(config.kv.store, role, model, num_processes)
+    return model, plane, stack

@@ -68,10 +68,7 @@ async def run_worker(config: Config, role: WorkerRole, *, status: Status, start:
     with stop_signals() as stop:
         drain_timeout_s = config.gateway.drain_timeout_s
         life = Life(role=role, status=status, start=start, stop=stop, drain_timeout_s=drain_timeout_s)
-        try:
-            return await _run(config, role, life)
-        except GangFault as fault:
-            end_at_once(FAILED_EXIT_CODE, f"{fault}; the gang ends")
+        return await _run(config, role, life)
 
 
 async def _run(config: Config, role: WorkerRole, life: Life) -> int:
@@ -137,16 +134,16 @@ def _gang_of(config: Config, role: WorkerRole, life: Life) -> Gang | None:
 
 
 async def _loaded(
-    config: Config, role: WorkerRole, open_plane: "OpenPlane", life: Life, gang: Gang | None
+    config: Config, role: WorkerRole, open_plane: OpenPlane, life: Life, gang: Gang | None
 ) -> "Loaded | None":
     """What serves: of a gang, once all its members are there and have loaded. None if told to stop before."""
     if gang is None:
         return await _load(config, role, open_plane, life, None)
-    meeting = await _gathered(gang, config, life)
-    if meeting is None:
-        return None
     ending = asyncio.create_task(_end_with(gang, life))
     try:
+        meeting = await _gathered(gang, config, life)
+        if meeting is None:
+            return None
         loaded = await _load(config, role, open_plane, life, meeting)
         if loaded is None:
             await gang.end()
@@ -160,7 +157,7 @@ async def _loaded(
 
 
 async def _end_with(gang: Gang, life: Life) -> None:
-    """While the model is loaded, on a thread that may wait for a member that is gone."""
+    """Until it serves: what loads, on a thread, may wait for a member that is gone."""
     await asyncio.wait({gang.failed})
     _end_start(gang.failed.exception() or AssertionError("a gang that ended"), life)
 
@@ -168,10 +165,15 @@ async def _end_with(gang: Gang, life: Life) -> None:
 def _end_start(error: BaseException, life: Life) -> NoReturn:
     """At once: the others end when they hear of it, and what they say then must not come first."""
     if (message := startup_message(error)) is None:
-        logger.error("%s; the gang ends", error, exc_info=None if isinstance(error, GangFault) else error)
-        end_at_once(FAILED_EXIT_CODE)
+        _end_gang(error)
     life.status("failed", {"message": message, "exit_code": STARTUP_EXIT_CODE})
     end_at_once(STARTUP_EXIT_CODE, message)
+
+
+def _end_gang(error: BaseException) -> NoReturn:
+    """At once: others wait for this process, and collectives that one is missing from are never done."""
+    logger.error("%s; the gang ends", error, exc_info=None if isinstance(error, GangFault) else error)
+    end_at_once(FAILED_EXIT_CODE)
 
 
 async def _gathered(gang: Gang, config: Config, life: Life) -> Meeting | None:
@@ -278,11 +280,8 @@ class ServedWorker:
             await self.gang.end()
 
     def fail(self, error: BaseException) -> None:
-        """Of a gang at once: others wait for this process, and collectives that one is missing from are never done."""
         if self.gang is not None:
-            is_told = isinstance(error, GangFault)
-            logger.error("%s; the gang ends", error, exc_info=None if is_told else error)
-            end_at_once(FAILED_EXIT_CODE)
+            _end_gang(error)
         logger.error("the engine failed", exc_info=error)
         self.worker.fail()
 
@@ -294,7 +293,7 @@ def _recorded_steps(recorder: Recorder, address: str) -> RecordedSteps:
 async def _load(
     config: Config,
     role: WorkerRole,
-    open_plane: "OpenPlane",
+    open_plane: OpenPlane,
     life: Life,
     meeting: Meeting | None,
 ) -> "Loaded | None":
