@@ -89,14 +89,15 @@ def made_of(config: Config, role: WorkerRole) -> dict[str, str]:
     from moonshard.models.folder.checkpoint import Checkpoint
 
     draft = config.speculation.path
-    own = config.prefill if role == "prefill" else config.decode
+    section = "prefill" if role == "prefill" else "decode"
+    loads = config.prefill.expert_loads if role == "prefill" else config.decode.expert_loads
     return {
         "role": role,
         "version of the code": _digest_of_code(),
         "version of jax": f"{version('jax')}, {version('jaxlib')}",
         "checkpoint": Checkpoint.open(config.model.path).fingerprint,
         "draft model": "" if draft is None else Checkpoint.open(draft).fingerprint,
-        "expert loads": "" if own.expert_loads is None else _digest_of_file(f"{role}.expert_loads", own.expert_loads),
+        "expert loads": "" if loads is None else _digest_of_file(f"{section}.expert_loads", loads),
         **_settings(config),
     }
 
@@ -132,10 +133,11 @@ def _settings(config: Config) -> dict[str, str]:
 def _digest_of_code() -> str:
     """Of all that a worker may run, by content and name alone, so that it is the same in every clone."""
     digest = hashlib.sha256()
-    folders = (Path(str(import_module(f"moonshard.{name}").__file__)).parent for name in CODE)
-    for path in sorted((path for folder in folders for path in folder.rglob("*.py")), key=lambda path: path.parts[-3:]):
-        content = path.read_bytes()
-        digest.update(f"{path.parent.name}/{path.name} {len(content)}\n".encode() + content)
+    for name in CODE:
+        folder = Path(str(import_module(f"moonshard.{name}").__file__)).parent
+        for path in sorted(folder.rglob("*.py")):
+            content = path.read_bytes()
+            digest.update(f"{name} {path.relative_to(folder)} {len(content)}\n".encode() + content)
     return digest.hexdigest()
 
 

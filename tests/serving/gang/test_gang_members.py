@@ -63,6 +63,8 @@ def test_of_files_their_contents_are_compared_wherever_they_lie(tmp_path: Path):
     here, there, other = (made(f"decode.expert_loads={tmp_path / name}") for name in ("here", "there", "other"))
     assert here == there
     assert unlike(here, other) == "another expert loads"
+    with pytest.raises(ConfigError, match=r"decode\.expert_loads: .*nowhere: No such file"):
+        made(f"decode.expert_loads={tmp_path / 'nowhere'}")
 
 
 def test_a_changed_line_of_code_is_another_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
