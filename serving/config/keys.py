@@ -91,7 +91,7 @@ class GatewayConfig:
     queue_timeout_s: Seconds = 30.0  # a request whose prompt has waited longer is refused
     drain_timeout_s: Seconds = 20.0  # how long running requests may take to finish after SIGTERM
     unknown_fields: Literal["warn", "refuse"] = "warn"  # fields of a body that nothing here knows: named, or refused
-    worker_silence_s: Seconds = 10.0  # a worker from which nothing came for so long is gone: its lease, too
+    worker_silence_s: Seconds = 5.0  # a worker from which nothing came for so long is gone: its lease, too
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
