@@ -19,6 +19,7 @@ from moonshard.rpc import link_pb2
 from moonshard.rpc.link import CHANNEL_OPTIONS, PROTOCOL_VERSION
 from moonshard.rpc.server.door import ServerUnproved, open_stream
 from moonshard.rpc.server.server import PortInUse, build_server
+from moonshard.rpc.server.trouble import reason
 from moonshard.serving.config.cluster_key import cluster_key
 from moonshard.serving.config.keys import Config, ConfigError, WorkerRole, port_key, port_of
 from moonshard.serving.config.tls import link_credentials, server_tls
@@ -128,15 +129,9 @@ async def _join(
         except ServerUnproved as error:
             raise ConfigError([f"cluster.key_file: whoever answers at {member.leader} has another key"]) from error
         except (grpc.aio.AioRpcError, TimeoutError, asyncio.InvalidStateError) as error:
-            trouble.note(_reason(error))
+            trouble.note(reason(error, has_tls=credentials is not None))
             await channel.close()
             await asyncio.sleep(RETRY_S)
-
-
-def _reason(error: Exception) -> str:
-    if isinstance(error, grpc.aio.AioRpcError):
-        return f"{error.code().name}: {error.details()}"
-    return str(error) or "it does not answer"
 
 
 def _channel(address: str, credentials: grpc.ChannelCredentials | None) -> grpc.aio.Channel:

@@ -54,21 +54,41 @@ SETTINGS: Mapping[str, object] = {
 
 @dataclass
 class Process:
-    """One moonshard process. `role` is the command that runs it."""
+    """One moonshard process. `role` is the command that runs it; one that leads a gang has the others with it."""
 
     name: str
     role: str
     settings: dict[str, object]
     log_path: Path
+    options: Sequence[str] = ()  # of the command
     popen: subprocess.Popen[bytes] | None = None
     exit_codes: list[int] = field(default_factory=list)
+    followers: list["Process"] = field(default_factory=list)
 
     def start(self) -> None:
-        argv = [sys.executable, "-m", "moonshard.serving.cli", self.role]
+        """Returns at once, or once a gang's leader listens."""
+        argv = [sys.executable, "-m", "moonshard.serving.cli", self.role, *self.options]
         for key, value in self.settings.items():
             argv += ["--set", f"{key}={value}"]
         with self.log_path.open("wb") as log:  # the log is that of the present process
             self.popen = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+        if not self.options and (num_members := int(str(self.settings.get(f"{self.role}.processes", 1)))) > 1:
+            self.wait_for("moonshard listening")
+            self.followers = [self._follower(index) for index in range(1, num_members)]
+
+    def _follower(self, index: int) -> "Process":
+        options, log_path = (
+            ("--member", str(index), "--leader", self.address),
+            self.log_path.with_suffix(f".{index}.log"),
+        )
+        follower = Process(f"{self.name}.{index}", self.role, self.settings, log_path, options)
+        follower.start()
+        return follower
+
+    @property
+    def members(self) -> Sequence["Process"]:
+        """It, and who follows it."""
+        return self, *self.followers
 
     @property
     def running(self) -> subprocess.Popen[bytes]:
@@ -118,9 +138,9 @@ class Process:
             self.signal(signal.SIGCONT)
 
     def terminate(self) -> int:
-        """Asks it to end in order; returns its exit code."""
+        """Asks it to end in order; returns its exit code, or that of a follower which ended otherwise."""
         self.signal(signal.SIGTERM)
-        return self.running.wait(EXIT_TIMEOUT_S)
+        return max((member.running.wait(EXIT_TIMEOUT_S) for member in self.members), key=abs)
 
     def restart(self) -> None:
         """Starts it again at its address; returns when it serves."""
@@ -181,7 +201,12 @@ class Fleet:
         return {name: what for name, what in held.items() if what}
 
     def logs(self) -> str:
-        return "\n".join(f"--- {process.name}\n{process.log()[-6000:]}" for process in self.processes)
+        return logs_of(self.processes)
+
+
+def logs_of(processes: Sequence[Process]) -> str:
+    members = (member for process in processes for member in process.members)
+    return "\n".join(f"--- {member.name}\n{member.log()[-6000:]}" for member in members)
 
 
 def unread_bytes(process: Process) -> int:
@@ -267,13 +292,14 @@ def running_fleet(
 
 def end_processes(processes: Sequence[Process]) -> None:
     """Kills what runs, and waits for it."""
-    for process in processes:
-        if process.is_alive:
+    members = [member for process in processes for member in process.members]
+    for member in members:
+        if member.is_alive:
             with suppress(ProcessLookupError):
-                os.kill(process.running.pid, signal.SIGKILL)
-    for process in processes:
-        if process.popen is not None:
-            process.popen.wait(EXIT_TIMEOUT_S)
+                os.kill(member.running.pid, signal.SIGKILL)
+    for member in members:
+        if member.popen is not None:
+            member.popen.wait(EXIT_TIMEOUT_S)
 
 
 class Lateness:

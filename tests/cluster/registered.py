@@ -7,7 +7,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from tests.cluster.conftest import wait_until
-from tests.cluster.faults import FAILOVER_WAIT_S, READY_TIMEOUT_S, SETTINGS, Fleet, Process, end_processes
+from tests.cluster.faults import FAILOVER_WAIT_S, READY_TIMEOUT_S, SETTINGS, Fleet, Process, end_processes, logs_of
 
 PORTS = {"gateway.port": "http", "gateway.grpc_port": "grpc", "gateway.registry_port": "registry"}
 
@@ -66,7 +66,7 @@ class Registered:
         } and len(states) == len(self.workers)
 
     def logs(self) -> str:
-        return "\n".join(f"--- {process.name}\n{process.log()[-6000:]}" for process in self.processes)
+        return logs_of(self.processes)
 
     @property
     def processes(self) -> list[Process]:

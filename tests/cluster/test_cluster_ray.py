@@ -4,6 +4,7 @@ import contextlib
 import importlib.util
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -118,6 +119,27 @@ def test_a_gang_whose_node_is_lost_under_load_comes_back_on_the_other_and_its_st
         left = commands_at(other)
     assert len(left) == 2
     assert not any(process.is_running() for process in left)
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+@pytest.mark.parametrize("which", ["leader", "follower"])
+def test_a_gang_that_loses_a_member_comes_back_as_a_unit_where_its_node_is(which: str, how: signal.Signals):
+    gang = {**GANG, "decode.mesh.data": 2, "routing.failover_wait_s": 120.0}
+    with ray_nodes(num_cpus=2) as nodes, running(*on(nodes), **gang) as cluster:
+        before = answers(cluster)
+        [host] = hosts(cluster)
+        there = commands_at(host)
+        asked = [Ask(prompt=long_text(60, seed=3), max_tokens=400)]
+        streams = Listeners(cluster, asked)
+        assert wait_until(lambda: all(heard.tokens for heard in streams.heard), 60)
+        [lost] = [process for process in there if ("--leader" in process.cmdline()) == (which == "follower")]
+        lost.send_signal(how)
+        assert wait_until(lambda: not is_up(cluster), 10)
+        assert_all_right(asked, streams.wait(240))
+        assert answers(cluster) == before
+        [host] = hosts(cluster)
+        assert len(commands_at(host)) == 2
+        assert not any(process.is_running() for process in there)
 
 
 def test_workers_on_two_nodes_hand_kv_over_and_nothing_of_it_goes_through_rays_objects():

@@ -29,6 +29,7 @@ NUM_CLIENTS = 4
 MAX_TRIES = 50
 TRY_AGAIN_S = 0.1
 NUM_BETWEEN = 8  # requests, from one replacement to the next
+GANGS = {"prefill.processes": 2, "prefill.mesh.tensor": 2, "decode.processes": 2, "decode.mesh.data": 2}
 
 
 @dataclass
@@ -111,8 +112,9 @@ def restart_gateway(cluster: Registered, name: str) -> None:
     cluster.wait_linked()
 
 
-def test_no_request_fails_while_everything_is_replaced(tmp_path: Path):
-    with running_registered(tmp_path, num_prefill=1, num_decode=1) as cluster:
+@pytest.mark.parametrize("settings", [pytest.param({}, id="processes"), pytest.param(GANGS, id="gangs")])
+def test_no_request_fails_while_everything_is_replaced(tmp_path: Path, settings: dict[str, object]):
+    with running_registered(tmp_path, num_prefill=1, num_decode=1, settings=settings) as cluster:
         with Load(addressed(cluster)).running() as load:
             for role in ("prefill", "decode"):
                 load.wait_for_more()

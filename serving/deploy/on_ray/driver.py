@@ -132,6 +132,8 @@ def _unreachable(address: str | None, error: Exception) -> str:
     reason = "; ".join(line.strip() for line in str(error).splitlines() if line.strip()) or type(error).__name__
     if address is None:
         return f"--launcher ray: no Ray could be started here: {reason}"
+    if isinstance(error, OSError):
+        return f"{ADDRESS}: no Ray is reached at {address}: {reason}"
     return f"{ADDRESS}: the Ray at {address} cannot be used: {reason}"
 
 

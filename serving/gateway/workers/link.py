@@ -16,9 +16,9 @@ import grpc
 
 from moonshard.rpc import link_pb2
 from moonshard.rpc.link import CHANNEL_OPTIONS, PROTOCOL_VERSION
+from moonshard.rpc.server import trouble
 from moonshard.rpc.server.door import open_stream
 from moonshard.rpc.status import FailedPrecondition, Unavailable
-from moonshard.serving.gateway.workers import trouble
 from moonshard.serving.gateway.workers.session import WorkerSession
 
 METHOD = f"/{link_pb2.DESCRIPTOR.services_by_name['Worker'].full_name}/Link"

@@ -16,6 +16,7 @@ from moonshard.rpc import link_pb2
 from moonshard.rpc.link import CHANNEL_OPTIONS
 from moonshard.rpc.server.door import open_stream
 from moonshard.rpc.server.seldom import Seldom
+from moonshard.rpc.server.trouble import reason
 from moonshard.rpc.status import FailedPrecondition, RequestError, Unavailable, from_rpc_error
 from moonshard.serving.worker.registration.places import Place
 
@@ -102,9 +103,9 @@ class Announcer:
 
     def _note(self, error: Exception) -> None:
         """Logs why it is not registered: once a minute, not once per attempt."""
+        gateway, trouble = self._place.address, reason(error, has_tls=self._credentials.tls is not None)
         if isinstance(error, grpc.aio.AioRpcError):
             error = from_rpc_error(error)
-        gateway, trouble = self._place.address, error.message if isinstance(error, RequestError) else repr(error)
         if self._seldom.may_say(trouble):
             is_expected = isinstance(error, RequestError | TimeoutError | asyncio.InvalidStateError)
             cause = None if is_expected else error

@@ -21,6 +21,7 @@ pytestmark = [
     pytest.mark.xdist_group("cluster"),
     needs_openssl,
 ]
+GANGS = {"prefill.processes": 2, "prefill.mesh.tensor": 2, "decode.processes": 2, "decode.mesh.data": 2}
 
 
 @pytest.fixture(scope="module")
@@ -28,10 +29,12 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> TlsConfig:
     return Authority(tmp_path_factory.mktemp("ours"), "ours").issue("machine")
 
 
-@pytest.fixture(scope="module")
-def fleet(tmp_path_factory: pytest.TempPathFactory, certificates: TlsConfig) -> Iterator[Fleet]:
+@pytest.fixture(scope="module", params=[pytest.param({}, id="processes"), pytest.param(GANGS, id="gangs")])
+def fleet(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, certificates: TlsConfig
+) -> Iterator[Fleet]:
     files = {"tls.cert": certificates.cert, "tls.key": certificates.key, "tls.ca": certificates.ca}
-    with running_fleet(tmp_path_factory.mktemp("fleet"), settings=files) as fleet:
+    with running_fleet(tmp_path_factory.mktemp("fleet"), settings={**files, **request.param}) as fleet:
         fleet.credentials = channel_credentials(root_ca=certificates.ca, cert=certificates.cert, key=certificates.key)
         yield fleet
 

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import grpc
@@ -11,11 +12,13 @@ import pytest
 from moonshard.rpc import link_pb2
 from moonshard.rpc.server.server import build_server
 from moonshard.serving.config.cluster_key import cluster_key
-from moonshard.serving.config.keys import Config, ConfigError
+from moonshard.serving.config.keys import Config, ConfigError, TlsConfig
 from moonshard.serving.config.reading import load_config
+from moonshard.serving.config.tls import server_tls
 from moonshard.serving.gang.follower import _meet_leader
 from moonshard.serving.gang.leader import SERVICE
 from moonshard.serving.gang.members import Member, member_of
+from tests.certificates import Authority, needs_openssl
 from tests.serving.gang.scripted_members import HANG_S, MADE_OF
 from tests.serving.gateway.conftest import FIXTURE
 
@@ -58,6 +61,7 @@ async def led_by(leader: ScriptedLeader, config: Config, port: int = 0) -> Async
         port=port,
         add_servicers=[leader.add_to],
         service_names=[SERVICE.full_name],
+        tls=server_tls(config),
         key=cluster_key(config, {}).proofs,
     )
     await server.start()
@@ -129,6 +133,17 @@ async def test_a_leader_that_never_comes_is_told_after_a_time(tmp_path: Path):
         ConfigError, match=r"gang_join_timeout_s: the gang of 127\.0\.0\.1:1 was not complete in 0\.5 s"
     ):
         await met(config, NOBODY)
+
+
+@needs_openssl
+async def test_with_certificates_only_who_has_one_of_the_same_authority_joins(tmp_path: Path):
+    config = config_in(tmp_path, **{"worker.gang_join_timeout_s": 2.0})
+    ours, theirs = (Authority(tmp_path, name).issue(f"{name} machine") for name in ("ours", "theirs"))
+    async with led_by(ScriptedLeader(), replace(config, tls=ours)) as address:
+        assert await met(replace(config, tls=ours), address) == "there:7"
+        for tls, why in ((theirs, "CERTIFICATE_VERIFY_FAILED"), (TlsConfig(), "expects TLS")):
+            with pytest.raises(ConfigError, match=rf"{address} was not joined: .*{why}"):
+                await met(replace(config, tls=tls), address)
 
 
 @pytest.mark.parametrize(

@@ -82,7 +82,7 @@ async def test_a_gateway_that_the_worker_does_not_know_says_what_a_closed_connec
 ):
     strict = replace(ours.issue("worker"), ca=theirs.cert)
     async with start(strict, ours.issue("gateway")) as running:
-        assert "refuses this gateway's certificate" in await told(running)
+        assert "refuses this side's certificate" in await told(running)
 
 
 async def test_a_plain_gateway_before_a_worker_with_tls_says_so(start, ours: Authority):

@@ -1,7 +1,7 @@
-"""Why there is no session with a worker, in words for the log and for the client that finds no worker.
+"""Why another process of the deployment is not reached, in words for the log and for whoever asked for it.
 
-gRPC tells a failed TLS handshake's reason only where this side failed it. Where the worker did, all that is seen is a
-connection that closes at once; then this says what that can mean.
+gRPC tells a failed TLS handshake's reason only where this side failed it. Where the other side did, all that is seen is
+a connection that closes at once; then this says what that can mean.
 """
 
 import asyncio
@@ -19,13 +19,15 @@ def reason(error: Exception, *, has_tls: bool) -> str:
     """The reason on one line."""
     if isinstance(error, RequestError):
         return error.message
+    if isinstance(error, TimeoutError):
+        return "it does not answer"
     details = error.details() if isinstance(error, grpc.aio.AioRpcError) else None
     if not details:
         return repr(error)
     _, is_connecting, cause = details.rpartition(_BEFORE_REASON)
     if is_connecting and cause.endswith(_CLOSED_AT_ONCE):
-        refusal = "refuses this gateway's certificate" if has_tls else "expects TLS"
-        return f"{cause} (a worker that {refusal} closes like this)"
+        refusal = "refuses this side's certificate" if has_tls else "expects TLS"
+        return f"{cause} (a server that {refusal} closes like this)"
     return cause.rpartition(_BEFORE_ERRNO)[2]
 
 
