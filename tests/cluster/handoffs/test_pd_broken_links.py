@@ -7,8 +7,8 @@ from contextlib import ExitStack
 import pytest
 
 from tests.cluster.conftest import wait_until
-from tests.cluster.cuttable import Cuttable, cuttable
 from tests.cluster.faults import SILENCE_S, Fleet, running_fleet
+from tests.cluster.handoffs.cuttable import Cuttable, cuttable
 from tests.cluster.streams import Listeners, assert_all_right, draw
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("cluster"), pytest.mark.timeout(300)]

@@ -19,9 +19,9 @@ from moonshard.rpc import link_pb2
 from moonshard.rpc.addresses import host_port
 from tests.cluster.conftest import wait_until
 from tests.cluster.faults import READY_TIMEOUT_S
+from tests.cluster.gangs.ray_nodes import SOON
 from tests.cluster.matrix.deployments.commands import PORTS
 from tests.cluster.matrix.deployments.machines import SUBNET, Machine, Network, network_of
-from tests.cluster.ray_nodes import SOON
 from tests.dialling import inspect
 
 HEAD, RAY_PORT = f"{SUBNET}.1", 6379

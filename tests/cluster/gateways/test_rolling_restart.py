@@ -20,7 +20,7 @@ import pytest
 from moonshard.rpc.client import Client
 from tests.cluster.conftest import wait_until
 from tests.cluster.faults import Fleet
-from tests.cluster.registered import Registered, running_registered
+from tests.cluster.gateways.registered import Registered, running_registered
 from tests.cluster.streams import Ask, Heard, answer, assert_all_right
 from tests.engine_room import long_text
 

@@ -17,7 +17,7 @@ from moonshard.rpc.server.door import Door
 from tests.cluster.conftest import running, wait_until
 from tests.cluster.faults import SETTINGS as OF_ALL
 from tests.cluster.faults import Fleet, Process
-from tests.cluster.registered import Registered, running_registered
+from tests.cluster.gateways.registered import Registered, running_registered
 from tests.cluster.streams import Ask, Listeners, answer, assert_all_right, assert_right
 from tests.dialling import inspect, own_key
 from tests.engine_room import long_text

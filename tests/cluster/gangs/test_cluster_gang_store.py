@@ -8,7 +8,7 @@ import pytest
 
 from tests.cluster.conftest import AGGREGATED, Cluster, running, wait_until
 from tests.cluster.stored import NUM_BLOCKS, answers, assert_found_again, num_kept, with_store
-from tests.cluster.test_cluster_shared_store import assert_found_in_store
+from tests.cluster.stores.test_cluster_shared_store import assert_found_in_store
 from tests.serving.store.store_process import running_store
 
 pytestmark = [pytest.mark.xdist_group("cluster"), pytest.mark.timeout(600)]

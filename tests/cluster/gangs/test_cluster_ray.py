@@ -18,9 +18,9 @@ import psutil
 import pytest
 
 from tests.cluster.conftest import AGGREGATED, OVERRIDES, Cluster, running, wait_until
+from tests.cluster.gangs.test_cluster_gang import GANG, is_up
 from tests.cluster.stored import answers
 from tests.cluster.streams import Ask, Listeners, assert_all_right
-from tests.cluster.test_cluster_gang import GANG, is_up
 from tests.engine_room import long_text
 
 pytestmark = [
