@@ -18,7 +18,7 @@ NUM_STAYING = 6
 NUM_CANCELLED = 300
 WINDOW_S = 1.0
 RECOVERED_WITHIN_S = 10.0
-NUM_TRIES = 3  # the machine has other work at times; what a crowd leaves behind slows down every try
+NUM_TRIES = 3  # the machine may have other work; what a crowd leaves behind slows down every try
 
 
 class Crowd:
@@ -82,7 +82,7 @@ def rate_of_those_who_stay(fleet: Fleet, num_leaving: int) -> float:
     return sorted(rates)[-3]  # sustained, not a burst
 
 
-@pytest.mark.slow
+@pytest.mark.alone
 def test_those_who_stay_are_served_as_before_when_nine_of_ten_leave_at_once(one_p_two_d):
     fleet = one_p_two_d
     control = rate_of_those_who_stay(fleet, 0)
