@@ -124,7 +124,7 @@ def test_a_lost_worker_is_not_noticed_where_another_can_decode(one_p_two_d, vict
     assert_unnoticed(one_p_two_d, victim, fault, seed)
 
 
-@pytest.mark.slow
+@pytest.mark.alone
 @pytest.mark.parametrize("fault", ["kill", "stop"])
 @pytest.mark.parametrize("seed", range(100, 100 + NUM_MOMENTS))
 @pytest.mark.parametrize("victim", ["decode 0", "decode 1", "prefill 0"])
@@ -132,7 +132,7 @@ def test_a_lost_worker_of_three_is_not_noticed_at_any_moment(one_p_two_d, victim
     assert_unnoticed(one_p_two_d, victim, fault, seed)
 
 
-@pytest.mark.slow
+@pytest.mark.alone
 @pytest.mark.parametrize("fault", ["kill", "stop"])
 @pytest.mark.parametrize("seed", range(200, 200 + NUM_MOMENTS))
 @pytest.mark.parametrize("victim", ["prefill 0", "prefill 1"])
@@ -140,7 +140,7 @@ def test_a_lost_prefill_worker_of_two_is_not_noticed_at_any_moment(two_p_one_d, 
     assert_unnoticed(two_p_one_d, victim, fault, seed)
 
 
-@pytest.mark.slow
+@pytest.mark.alone
 @pytest.mark.parametrize("fault", ["kill", "stop"])
 @pytest.mark.parametrize("seed", range(300, 300 + NUM_MOMENTS))
 def test_without_another_decode_worker_every_client_is_told_in_time_to_try_later(two_p_one_d, seed, fault):
