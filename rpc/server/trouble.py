@@ -8,7 +8,7 @@ import asyncio
 
 import grpc
 
-from moonshard.rpc.status import RequestError
+from moonshard.rpc.status import RequestError, from_rpc_error
 
 _CLOSED_AT_ONCE = ("Socket closed", "Connection reset by peer")
 _BEFORE_REASON = "last error: "  # gRPC names the addresses that it tried before it
@@ -17,14 +17,13 @@ _BEFORE_ERRNO = "Failed to connect to remote host: "  # and once more, which who
 
 def reason(error: Exception, *, has_tls: bool) -> str:
     """The reason on one line."""
-    if isinstance(error, RequestError):
-        return error.message
-    if isinstance(error, TimeoutError):
-        return "it does not answer"
-    details = error.details() if isinstance(error, grpc.aio.AioRpcError) else None
-    if not details:
-        return repr(error)
-    _, is_connecting, cause = details.rpartition(_BEFORE_REASON)
+    if isinstance(error, grpc.aio.AioRpcError):
+        if error.code() is grpc.StatusCode.UNIMPLEMENTED:
+            return f"it is something else: {error.details()}"
+        error = from_rpc_error(error)
+    if not isinstance(error, RequestError) or not error.message:
+        return "it does not answer" if isinstance(error, TimeoutError) else repr(error)
+    _, is_connecting, cause = error.message.rpartition(_BEFORE_REASON)
     if is_connecting and cause.endswith(_CLOSED_AT_ONCE):
         refusal = "refuses this side's certificate" if has_tls else "expects TLS"
         return f"{cause} (a server that {refusal} closes like this)"

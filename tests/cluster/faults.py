@@ -50,6 +50,12 @@ SETTINGS: Mapping[str, object] = {
     "kv.transfer_timeout_s": 2.0,
     "routing.local_prefill": "static",  # every prompt is handed over, unless a test says when not
 }
+GANGS: Mapping[str, object] = {  # each worker is two processes
+    "prefill.processes": 2,
+    "prefill.mesh.tensor": 2,
+    "decode.processes": 2,
+    "decode.mesh.data": 2,
+}
 
 
 @dataclass
@@ -77,10 +83,8 @@ class Process:
             self.followers = [self._follower(index) for index in range(1, num_members)]
 
     def _follower(self, index: int) -> "Process":
-        options, log_path = (
-            ("--member", str(index), "--leader", self.address),
-            self.log_path.with_suffix(f".{index}.log"),
-        )
+        options = ("--member", str(index), "--leader", self.address)
+        log_path = self.log_path.with_suffix(f".{index}.log")
         follower = Process(f"{self.name}.{index}", self.role, self.settings, log_path, options)
         follower.start()
         return follower

@@ -7,7 +7,7 @@ load balancer does: who is refused before the first token asks the other gateway
 import itertools
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -19,7 +19,7 @@ import pytest
 
 from moonshard.rpc.client import Client
 from tests.cluster.conftest import wait_until
-from tests.cluster.faults import Fleet
+from tests.cluster.faults import GANGS, Fleet
 from tests.cluster.gateways.registered import Registered, running_registered
 from tests.cluster.streams import Ask, Heard, answer, assert_all_right
 from tests.engine_room import long_text
@@ -29,7 +29,6 @@ NUM_CLIENTS = 4
 MAX_TRIES = 50
 TRY_AGAIN_S = 0.1
 NUM_BETWEEN = 8  # requests, from one replacement to the next
-GANGS = {"prefill.processes": 2, "prefill.mesh.tensor": 2, "decode.processes": 2, "decode.mesh.data": 2}
 
 
 @dataclass
@@ -113,7 +112,7 @@ def restart_gateway(cluster: Registered, name: str) -> None:
 
 
 @pytest.mark.parametrize("settings", [pytest.param({}, id="processes"), pytest.param(GANGS, id="gangs")])
-def test_no_request_fails_while_everything_is_replaced(tmp_path: Path, settings: dict[str, object]):
+def test_no_request_fails_while_everything_is_replaced(tmp_path: Path, settings: Mapping[str, object]):
     with running_registered(tmp_path, num_prefill=1, num_decode=1, settings=settings) as cluster:
         with Load(addressed(cluster)).running() as load:
             for role in ("prefill", "decode"):

@@ -11,7 +11,7 @@ from moonshard.rpc.tls import channel_credentials
 from moonshard.serving.config.keys import TlsConfig
 from tests.certificates import Authority, needs_openssl
 from tests.cluster.conftest import wait_until
-from tests.cluster.faults import Fleet, Process, running_fleet
+from tests.cluster.faults import GANGS, Fleet, Process, running_fleet
 from tests.cluster.streams import Ask, Listeners, assert_all_right
 from tests.dialling import inspect
 from tests.engine_room import long_text
@@ -21,7 +21,6 @@ pytestmark = [
     pytest.mark.xdist_group("cluster"),
     needs_openssl,
 ]
-GANGS = {"prefill.processes": 2, "prefill.mesh.tensor": 2, "decode.processes": 2, "decode.mesh.data": 2}
 
 
 @pytest.fixture(scope="module")

@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import grpc
 import pytest
@@ -55,7 +56,7 @@ class ScriptedLeader:
 
 
 @asynccontextmanager
-async def led_by(leader: ScriptedLeader, config: Config, port: int = 0) -> AsyncIterator[str]:
+async def led_by(leader: ScriptedLeader | SimpleNamespace, config: Config, port: int = 0) -> AsyncIterator[str]:
     server = build_server(
         host="127.0.0.1",
         port=port,
@@ -133,6 +134,13 @@ async def test_a_leader_that_never_comes_is_told_after_a_time(tmp_path: Path):
         ConfigError, match=r"gang_join_timeout_s: the gang of 127\.0\.0\.1:1 was not complete in 0\.5 s"
     ):
         await met(config, NOBODY)
+
+
+async def test_that_whoever_answers_leads_no_gang_is_told(tmp_path: Path):
+    config = config_in(tmp_path, **{"worker.gang_join_timeout_s": 0.5})
+    async with led_by(SimpleNamespace(add_to=lambda server: None), config) as address:
+        with pytest.raises(ConfigError, match=rf"{address} was not joined: it is something else: Method not found"):
+            await met(config, address)
 
 
 @needs_openssl
