@@ -104,6 +104,7 @@ class Supervisor:
         self._workers: list[ChildRole] = []
         self._followers: list[ChildRole] = []
         self._gateway: ChildRole | None = None
+        self._starting: asyncio.Task[Mapping[str, object]] | None = None  # of what waits for the workers' addresses
         self._told: Child | None = None  # the gateway's present process
 
     async def start(self, check: Callable[[], object] = lambda: None) -> Mapping[str, object]:
@@ -122,7 +123,7 @@ class Supervisor:
         for worker in self._workers:
             worker.on_listening = self._tell_gateway
         checking = asyncio.create_task(self._checked(check))
-        starting = asyncio.create_task(self._start_gateway())
+        starting = self._starting = asyncio.create_task(self._start_gateway())
         try:
             await asyncio.wait({checking, starting}, return_when=asyncio.FIRST_EXCEPTION)
             if checking.done():
@@ -174,6 +175,9 @@ class Supervisor:
         """
         limits, loop = self._limits, asyncio.get_running_loop()
         begun = loop.time()
+        if self._starting is not None:  # from here on it starts nothing that would not be told to end
+            self._starting.cancel()
+            await asyncio.wait({self._starting})
         for role in self._roles:
             role.retire()
         if self._gateway:

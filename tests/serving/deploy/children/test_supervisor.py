@@ -361,6 +361,19 @@ async def test_stopping_while_a_worker_still_loads_leaves_nothing():
         assert has_ended(recorder.pids["worker 0"])
 
 
+@pytest.mark.parametrize("num_turns", range(8))
+async def test_nothing_is_started_any_more_once_it_stops(num_turns: int):
+    """So many turns of the loop after a worker has listened, of which the gateway is started in one."""
+    async with running(Scripted([["l"]]), HASTE) as (supervisor, recorder):
+        starting = asyncio.create_task(supervisor.start())
+        await recorder.saw("worker 0", "listening")
+        for _ in range(num_turns):
+            await asyncio.sleep(0)
+        starting.cancel()
+        async with asyncio.timeout(20):
+            await supervisor.stop()
+
+
 async def test_a_process_that_is_just_being_started_is_stopped_too():
     async with running(Scripted([["lr"]]), HASTE) as (supervisor, recorder):
         starting = asyncio.create_task(supervisor.start())
