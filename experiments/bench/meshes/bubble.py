@@ -77,15 +77,15 @@ def _step_ms(programs: Programs, steps: Sequence[Step], in_flight: int) -> float
 
 def _busy_ms(programs: Programs, step: Step, num_runs: int) -> tuple[float, ...]:
     """How long each stage runs its program alone: the mean of many runs in a row, so that no launch is waited for."""
-    hidden, found = None, []
+    result, found = None, []
     for stage in programs.stages:
+        hidden = None if result is None else jax.device_put(result, stage.blueprint.by_partition)
         result = jax.block_until_ready(stage.run(step.kind, step.bucket, step.metadata, hidden))
         begun_ns = time.perf_counter_ns()
         for _ in range(num_runs):
             result = stage.run(step.kind, step.bucket, step.metadata, hidden)
         jax.block_until_ready(result)
         found.append((time.perf_counter_ns() - begun_ns) / num_runs / 1e6)
-        hidden = result
     return tuple(found)
 
 

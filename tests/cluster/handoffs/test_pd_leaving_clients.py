@@ -1,6 +1,7 @@
 """Clients that leave in crowds: the rest do not suffer for it, and nothing of the gone ones remains."""
 
 import contextlib
+import statistics
 import time
 from concurrent.futures import ThreadPoolExecutor
 from threading import Event
@@ -16,9 +17,14 @@ pytestmark = [pytest.mark.xdist_group("cluster"), pytest.mark.timeout(300)]
 NUM_CLIENTS = 60
 NUM_STAYING = 6
 NUM_CANCELLED = 300
-WINDOW_S = 1.0
-RECOVERED_WITHIN_S = 10.0
-NUM_TRIES = 3  # the machine may have other work; what a crowd leaves behind slows down every try
+BEGUN_WITHIN_S = 3.0
+CROWDED_S = 3.0
+RECOVERED_WITHIN_S = 2.0
+WINDOW_S = 6.0
+LENGTHS = (83, 89, 97, 103, 109, 119)  # unlike: of one length, those who stay ask in step until a crowd comes
+# The rate on a machine with other owners differs by a quarter within a minute, by a tenth between windows next to each
+# other, nobody leaving: so each crowd has a window before and one after it, and the median of their ratios counts.
+MIN_ROUNDS, MAX_ROUNDS = 3, 12
 
 
 class Crowd:
@@ -32,10 +38,10 @@ class Crowd:
 
     def ask_for_ever(self, number: int, *, is_staying: bool) -> None:
         stop = self._stop if is_staying else self._leave
-        prompt = long_text(60, seed=number)
+        prompt, num_tokens = long_text(60, seed=number), LENGTHS[number % len(LENGTHS)]
         with self._fleet.client() as client:
             while not stop.is_set():
-                with client.stream(prompt, max_tokens=100, ignore_eos=True, temperature=0) as stream:
+                with client.stream(prompt, max_tokens=num_tokens, ignore_eos=True, temperature=0) as stream:
                     self._read(stream, stop, is_staying=is_staying)
 
     def _read(self, stream, stop: Event, *, is_staying: bool) -> None:
@@ -60,35 +66,45 @@ class Crowd:
         self._stop.set()
 
 
-def rate_of_those_who_stay(fleet: Fleet, num_leaving: int) -> float:
-    """The best second of tokens within the time allowed for recovery."""
+def rates_around_a_crowd(fleet: Fleet) -> tuple[float, float]:
+    """Tokens per second of those who stay, before the others come and after they left."""
+
+    def rate_of_a_window() -> float:
+        begin_s = time.monotonic()
+        time.sleep(WINDOW_S)  # what is measured, not a wait for something; so are the other lengths
+        return crowd.rate(begin_s, begin_s + WINDOW_S)
+
     crowd = Crowd(fleet)
     with ThreadPoolExecutor(NUM_CLIENTS) as threads:
         try:
             clients = [threads.submit(crowd.ask_for_ever, n, is_staying=True) for n in range(NUM_STAYING)]
-            clients += [threads.submit(crowd.ask_for_ever, 100 + n, is_staying=False) for n in range(num_leaving)]
-            time.sleep(3)  # of full load: the length of the disturbance, not a wait for something
+            time.sleep(BEGUN_WITHIN_S)
+            before = rate_of_a_window()
+            leaving = range(100, 100 + NUM_CLIENTS - NUM_STAYING)
+            clients += [threads.submit(crowd.ask_for_ever, n, is_staying=False) for n in leaving]
+            time.sleep(CROWDED_S)
             crowd.leave()
-            left_s = time.monotonic()
             time.sleep(RECOVERED_WITHIN_S)
+            after = rate_of_a_window()
         finally:
             crowd.stop()
         for client in clients:
             client.result()
     assert not crowd.failures
-    windows = range(int(RECOVERED_WITHIN_S / WINDOW_S))
-    rates = [crowd.rate(left_s + k * WINDOW_S, left_s + (k + 1) * WINDOW_S) for k in windows]
-    print(f"{num_leaving} left; tokens per second afterwards: {[round(rate) for rate in rates]}")  # noqa: T201
-    return sorted(rates)[-3]  # sustained, not a burst
+    print(f"tokens per second: {before:.0f} before, {after:.0f} after")  # noqa: T201
+    return before, after
 
 
 @pytest.mark.alone
+@pytest.mark.timeout(600)
 def test_those_who_stay_are_served_as_before_when_nine_of_ten_leave_at_once(one_p_two_d):
     fleet = one_p_two_d
-    control = rate_of_those_who_stay(fleet, 0)
-    crowds = (rate_of_those_who_stay(fleet, NUM_CLIENTS - NUM_STAYING) for _ in range(NUM_TRIES))
-    assert any(rate >= 0.95 * control for rate in crowds)
-    fleet.assert_as_it_began()
+    ratios: list[float] = []
+    while len(ratios) < MIN_ROUNDS or (statistics.median(ratios) < 0.95 and len(ratios) < MAX_ROUNDS):
+        before, after = rates_around_a_crowd(fleet)
+        ratios.append(after / before)
+        fleet.assert_as_it_began()
+    assert statistics.median(ratios) >= 0.95, ratios
 
 
 def test_requests_cancelled_before_their_first_token_leave_nothing_behind(one_p_two_d):
