@@ -77,7 +77,10 @@ class _Due:
 
 
 class Programs:
-    """The stages of a worker, on which a device thread runs steps. All of them have the same shapes of steps."""
+    """The stages of a worker, on which a device thread runs steps. All of them have the same shapes of steps.
+
+    `onward` is, of each stage but the last, how its activations come to the next one, by the step that has them.
+    """
 
     def __init__(self, prepared: PreparedPrograms, stages: Sequence[Stage]):
         """`stages`: those that have devices of this process. A crossing to or from another is compiled here."""
@@ -88,7 +91,7 @@ class Programs:
         self._all = [next(here) if blueprint.is_here else None for blueprint in blueprints]
         turns: Turns = {}
         first, last = blueprints[0], blueprints[-1]
-        self._onward = [_onward(before, after, turns) for before, after in itertools.pairwise(blueprints)]
+        self.onward = [_onward(before, after, turns) for before, after in itertools.pairwise(blueprints)]
         self._back = crossing(last.part.mesh, first.part.mesh, first.newest, turns)
         ends = list(itertools.accumulate(stage.blueprint.num_page_layers for stage in stages))
         self._layers = [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
@@ -183,7 +186,7 @@ class Programs:
     def _through_all(self, step: Step) -> jax.Array:
         """What the last stage gives; or, where that is elsewhere, what is ready once this process has done its part."""
         result = None
-        for stage, onward in itertools.zip_longest(self._all, self._onward):
+        for stage, onward in itertools.zip_longest(self._all, self.onward):
             if stage is not None:
                 result = stage.run(step.kind, step.bucket, step.metadata, result)
             if onward is not None:

@@ -65,6 +65,8 @@ from moonshard.serving.observe.rows.recorder import Recorder, recording
 from moonshard.serving.observe.rows.schema import REQUESTS, STARTS, TOKENS
 from moonshard.serving.observe.spans.export import SpanExport, exporting
 
+COMPLETE_WITHIN_S = 1.0  # of the first worker that decodes: by then a gateway knows all workers that are there
+
 logger = logging.getLogger(__name__)
 
 
@@ -97,7 +99,10 @@ class ServedGateway:
         await self.running.grpc_server.set_serving(is_serving)
 
     async def wait_ready(self) -> None:
-        await self.running.gateway.pool.wait_ready()
+        """Whoever waits for this may count on prompts being handed over, where a prefill worker is there."""
+        pool = self.running.gateway.pool
+        await pool.wait_ready()
+        await pool.wait_complete(COMPLETE_WITHIN_S)
 
     async def wait_not_ready(self) -> None:
         await self.running.gateway.pool.wait_not_ready()

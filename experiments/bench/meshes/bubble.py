@@ -4,6 +4,7 @@ The device side alone: steps are made beforehand and launched as the engine laun
 each other up. Nothing is prefilled: a step's work depends on its positions, and not on what the pages hold.
 """
 
+import itertools
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -77,15 +78,16 @@ def _step_ms(programs: Programs, steps: Sequence[Step], in_flight: int) -> float
 
 def _busy_ms(programs: Programs, step: Step, num_runs: int) -> tuple[float, ...]:
     """How long each stage runs its program alone: the mean of many runs in a row, so that no launch is waited for."""
-    result, found = None, []
-    for stage in programs.stages:
-        hidden = None if result is None else jax.device_put(result, stage.blueprint.by_partition)
+    hidden, found = None, []
+    for stage, onward in itertools.zip_longest(programs.stages, programs.onward):
         result = jax.block_until_ready(stage.run(step.kind, step.bucket, step.metadata, hidden))
         begun_ns = time.perf_counter_ns()
         for _ in range(num_runs):
             result = stage.run(step.kind, step.bucket, step.metadata, hidden)
         jax.block_until_ready(result)
         found.append((time.perf_counter_ns() - begun_ns) / num_runs / 1e6)
+        if onward is not None:
+            hidden = onward[step.kind, step.bucket](result)
     return tuple(found)
 
 

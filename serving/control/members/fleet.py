@@ -94,6 +94,12 @@ class Fleet:
         return any(member.role in PREFILL_ROLES for member in self._routable.values())
 
     @property
+    def is_complete(self) -> bool:
+        """Whether each leg of a request has a worker that is meant for it."""
+        roles = {member.role for member in self._routable.values()}
+        return "both" in roles or roles >= {"prefill", "decode"}
+
+    @property
     def block_size(self) -> int:
         """The block size of the workers that are there; 1 where there is none."""
         return 1 if self.limits is None else self.limits.block_size

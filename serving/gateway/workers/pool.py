@@ -6,10 +6,10 @@ routed to, and asked again later.
 """
 
 import asyncio
+import contextlib
 import logging
 import secrets
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 import grpc
@@ -75,7 +75,7 @@ class LinkPool:
         self._by_address = {link.address: link for link in self.links}
         self._tasks: dict[WorkerLink, asyncio.Task[None]] = {}  # while running; those of removed links until they end
 
-    @asynccontextmanager
+    @contextlib.asynccontextmanager
     async def running(self):
         """Keep all links up inside the block."""
         for link in self.links:
@@ -148,6 +148,13 @@ class LinkPool:
 
     async def wait_not_ready(self) -> None:
         await self._not_ready.wait()
+
+    async def wait_complete(self, timeout_s: float) -> None:
+        """Until there is a worker for each leg of a request, or the time is over: one that decodes can do both."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while not self._fleet.is_complete:
+                    await self._changed.wait()
 
     async def wait_changed(self, timeout_s: float) -> bool:
         """Until a worker has come or gone, or has begun or ended to drain; False when the time is over."""

@@ -20,11 +20,13 @@ from moonshard.serving.config.addresses import default_worker_addresses
 from moonshard.serving.config.keys import GatewayConfig
 from moonshard.serving.deploy.startup import ProcessStart
 from moonshard.serving.deploy.timings import Timings
+from moonshard.serving.gateway import process as gateway_process
 from moonshard.serving.gateway.pipeline.model import ServedModel
-from moonshard.serving.gateway.process import run_gateway, worker_addresses
+from moonshard.serving.gateway.process import ServedGateway, run_gateway, worker_addresses
 from tests.serving.gateway import fake_worker
 from tests.serving.gateway.conftest import make_config
 from tests.serving.gateway.fake_worker import FakeWorker, expected_tokens
+from tests.serving.gateway.workers.fleet import HANG_S, decode_worker, fleet, prefill_worker
 
 ASKED = {"model": "kimi", "prompt": [1, 2], "max_tokens": 4, "return_token_ids": True}
 
@@ -123,6 +125,23 @@ async def test_what_waits_for_a_thread_when_the_time_is_over_ends_as_unavailable
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, "service_unavailable")
         assert float(answer.headers["retry-after"]) > 0
         assert await gateway.task == 0
+
+
+@pytest.mark.parametrize("comes", [True, False])
+async def test_a_gateway_is_ready_once_a_prefill_worker_is_there_too_or_none_came(
+    monkeypatch: pytest.MonkeyPatch, *, comes: bool
+):
+    monkeypatch.setattr(gateway_process, "COMPLETE_WITHIN_S", HANG_S if comes else 0.01)
+    async with fleet(decode_worker()) as running, fake_worker.serving(prefill_worker()) as port:
+        pool = running.gateway.pool
+        ready = asyncio.create_task(ServedGateway(running, Timings(), 0.0).wait_ready())
+        if comes:
+            await asyncio.sleep(0)  # it waits now
+            assert pool.is_ready
+            assert not ready.done()
+            pool.call(f"127.0.0.1:{port}")
+        await ready
+        assert pool.knowledge.dispatcher.fleet.is_complete is comes
 
 
 def test_workers_that_nobody_named_are_looked_for_where_they_listen_by_default(

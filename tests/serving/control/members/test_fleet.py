@@ -59,6 +59,8 @@ def test_requests_go_to_whoever_is_there_and_does_not_drain_in_the_order_of_addr
             assert list(others) == [home for home in expected if home.worker != routable[0].address]
         assert fleet.is_ready is any(member.role in DECODE_ROLES for member in routable)
         assert fleet.has_prefill is any(member.role == "prefill" for member in routable)
+        prefills, decodes = ([m for m in routable if m.role in ("both", role)] for role in ("prefill", "decode"))
+        assert fleet.is_complete is bool(prefills and decodes)
         assert (fleet.limits is None) is (not there)
 
 
