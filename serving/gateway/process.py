@@ -65,7 +65,7 @@ from moonshard.serving.observe.rows.recorder import Recorder, recording
 from moonshard.serving.observe.rows.schema import REQUESTS, STARTS, TOKENS
 from moonshard.serving.observe.spans.export import SpanExport, exporting
 
-COMPLETE_WITHIN_S = 1.0  # of the first worker that decodes: by then a gateway knows all workers that are there
+COMPLETE_WITHIN_S = 1.0  # how long the first worker that decodes waits for one that prefills
 
 logger = logging.getLogger(__name__)
 
@@ -99,10 +99,11 @@ class ServedGateway:
         await self.running.grpc_server.set_serving(is_serving)
 
     async def wait_ready(self) -> None:
-        """Whoever waits for this may count on prompts being handed over, where a prefill worker is there."""
+        """With a worker that decodes; one that prefills and is about to come is waited for, so that it gets prompts."""
         pool = self.running.gateway.pool
         await pool.wait_ready()
-        await pool.wait_complete(COMPLETE_WITHIN_S)
+        while not await pool.wait_complete(COMPLETE_WITHIN_S):
+            await pool.wait_ready()  # who decoded has gone meanwhile
 
     async def wait_not_ready(self) -> None:
         await self.running.gateway.pool.wait_not_ready()

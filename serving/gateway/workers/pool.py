@@ -149,12 +149,16 @@ class LinkPool:
     async def wait_not_ready(self) -> None:
         await self._not_ready.wait()
 
-    async def wait_complete(self, timeout_s: float) -> None:
-        """Until there is a worker for each leg of a request, or the time is over: one that decodes can do both."""
+    async def wait_complete(self, timeout_s: float) -> bool:
+        """Until there is a worker for each leg of a request, or the time is over: one that decodes can do both.
+
+        False as soon as nobody decodes.
+        """
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
-                while not self._fleet.is_complete:
+                while self.is_ready and not self._fleet.is_complete:
                     await self._changed.wait()
+        return self.is_ready
 
     async def wait_changed(self, timeout_s: float) -> bool:
         """Until a worker has come or gone, or has begun or ended to drain; False when the time is over."""

@@ -144,6 +144,21 @@ async def test_a_gateway_is_ready_once_a_prefill_worker_is_there_too_or_none_cam
         assert pool.knowledge.dispatcher.fleet.is_complete is comes
 
 
+async def test_a_gateway_whose_only_worker_went_before_another_came_is_not_ready(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(gateway_process, "COMPLETE_WITHIN_S", HANG_S)
+    async with fleet(decode_worker()) as running, fake_worker.serving(FakeWorker()) as port:
+        pool = running.gateway.pool
+        ready = asyncio.create_task(ServedGateway(running, Timings(), 0.0).wait_ready())
+        await asyncio.sleep(0)  # it waits for one that prefills
+        pool.remove(pool.links[0].address)
+        for _ in range(10):  # turns in which it hears of it
+            await asyncio.sleep(0)
+        assert not ready.done()
+        pool.call(f"127.0.0.1:{port}")
+        await ready
+        assert pool.is_ready
+
+
 def test_workers_that_nobody_named_are_looked_for_where_they_listen_by_default(
     gateway_config: GatewayConfig, kimi_folder: Path
 ):

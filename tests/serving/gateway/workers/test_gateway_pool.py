@@ -106,23 +106,33 @@ async def test_a_worker_that_only_prefills_makes_nobody_ready():
         assert "only prefills" in refusal(pool)
 
 
-@pytest.mark.parametrize("late", ["prefill", "decode"])
-async def test_a_pool_is_complete_once_there_is_a_worker_for_each_leg(late: str):
-    first, second = (a_decode(), a_prefill()) if late == "prefill" else (a_prefill(), a_decode())
-    async with pool_over(first) as pool, fake_worker.serving(second) as port:
-        await until_there(pool, 1)
-        await pool.wait_complete(0.01)  # nobody waits longer than that
+async def test_a_pool_is_complete_once_there_is_a_worker_for_each_leg():
+    async with pool_over(a_decode()) as pool, fake_worker.serving(a_prefill()) as port:
+        await pool.wait_ready()
+        assert await pool.wait_complete(0.01), "nobody waits longer than that"
         assert not pool.knowledge.dispatcher.fleet.is_complete
         waiting = asyncio.create_task(pool.wait_complete(60))
         pool.call(f"127.0.0.1:{port}")
-        await waiting
-        assert sum(link.session is not None for link in pool.links) == 2
+        assert await waiting
+        assert pool.knowledge.dispatcher.fleet.is_complete
 
 
 async def test_a_worker_that_does_both_completes_a_pool():
     async with pool_over(FakeWorker()) as pool:
-        await pool.wait_complete(60)
+        await pool.wait_ready()
+        assert await pool.wait_complete(60)
         assert pool.knowledge.dispatcher.fleet.is_complete
+
+
+async def test_nobody_waits_for_a_pool_to_be_complete_once_nobody_decodes():
+    decode = a_decode()
+    async with pool_over(decode) as pool:
+        await pool.wait_ready()
+        waiting = asyncio.create_task(pool.wait_complete(60))
+        await asyncio.sleep(0)  # it waits now
+        assert not waiting.done()
+        decode.die()
+        assert not await waiting
 
 
 async def test_without_a_prefill_worker_there_is_no_leg_for_one():
